@@ -46,7 +46,7 @@ test: $(VENV)/.dev model ## Run the whole test suite (CPU, no running service)
 
 .PHONY: test-vllm
 test-vllm: $(VENV)/.dev model ## Test model.engine: vllm, in a virtual environment with vLLM's CPU build (3.5 GB, made once)
-	@$(VLLM_PYTHON) && HF_HUB_OFFLINE=1 "$$python" -m pytest -q --durations 10 --durations-min 1 tests/vllm tests/transfer/test_nixl.py
+	@$(VLLM_PYTHON) && HF_HUB_OFFLINE=1 "$$python" -m pytest -q --durations 10 --durations-min 1 tests/vllm tests/transfer/test_nixl.py tests/worker/test_rank_endpoint.py
 
 .PHONY: test-quick
 test-quick: $(VENV)/.dev ## Run the fast tests of the serving path, for the inner loop

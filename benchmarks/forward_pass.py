@@ -3,10 +3,11 @@
     python -m benchmarks.forward_pass [--model default] [--formats bfloat16 int8 int4] [--beside FOLDER] [--rounds 11]
 
 Method. Each arm is a process with one thread, which loads the model in one format as a worker does (weights in few bits
-have activations in bfloat16): forward pass and output head (of the last token of each sequence), pages included,
-without sampling or scheduling. `decode N`: one token of each of N sequences behind 32 tokens of context; `prefill N`: N
-tokens of one prompt. The arms take turns within each round, so that they meet the same machine; reported are medians of
-the thread's CPU time with their range, and ratios between arms within a round. The first round is dropped.
+have activations in bfloat16; format `transformers`: its modules compute in bfloat16, on our pages): forward pass and
+output head (of the last token of each sequence), pages included, without sampling or scheduling. `decode N`: one token
+of each of N sequences behind 32 tokens of context; `prefill N`: N tokens of one prompt. The arms take turns within each
+round, so that they meet the same machine; reported are medians of the thread's CPU time with their range, and ratios
+between arms within a round. The first round is dropped.
 """
 
 import json
@@ -38,32 +39,16 @@ def serve(model: str, weights_format: str) -> None:
 
     from common.ids import BlockId
     from common.model_files import resolve_model
-    from engine.kv_cache import TorchKvStore, kv_shape
-    from engine.model.config import parse_config, read_json
-    from engine.model.decoder import Decoder
-    from engine.model.loader import load_weights, weight_files
-    from engine.model.quantize import quantize_weights
-    from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
     from engine.ops.metadata import AttentionMetadata, SequenceSpan
-    from engine.ops.select import choose_cpu_kernels, load_cpu_kernels
+    from engine.weights.config import read_json
 
     torch.set_num_threads(1)
     model_dir = resolve_model(model, local_files_only=True)
-    config = parse_config(read_json(model_dir / "config.json"))
-    dtype = torch.float32 if weights_format == "float32" else torch.bfloat16
-    weights = load_weights(weight_files(model_dir), config, dtype=dtype, device=torch.device("cpu"))
-    if weights_format in ("int8", "int4"):
-        quantize_weights(weights, config, weights_format)  # type: ignore[arg-type] # of an arm
-    choice = choose_cpu_kernels(weights, load_cpu_kernels(dtype))
-    shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint="")
-    store = TorchKvStore(shape, NUM_BLOCKS, device=torch.device("cpu"))
-    for keys, values in store.layers:
-        keys.normal_()
-        values.normal_()
-    ops = choice.bind(config, store)
-    decoder: Any = Decoder(config, weights)
-    if isinstance(ops, CpuOps) and can_run(weights):
-        decoder = CpuDecoder(config, weights, ops.kernels)
+    load = _load_foreign if weights_format == "transformers" else _load_native
+    decoder, ops, store = load(model_dir, weights_format)
+    vocab_size = read_json(model_dir / "config.json")["vocab_size"]
+    for part in (part for layer in store.layers for part in layer):
+        part.normal_()
 
     def cpu_ms(num_seqs: int, num_tokens: int, context: int) -> float:
         num_blocks = -(-(context + num_tokens) // BLOCK_SIZE)
@@ -75,9 +60,9 @@ def serve(model: str, weights_format: str) -> None:
             )
             for seq in range(num_seqs)
         ]
-        token_ids = torch.arange(num_seqs * num_tokens) % config.vocab_size
+        token_ids = torch.arange(num_seqs * num_tokens) % vocab_size
         started_s = time.thread_time()
-        step: Any = ops.plan(AttentionMetadata.from_spans(spans, block_size=BLOCK_SIZE))
+        step = ops.plan(AttentionMetadata.from_spans(spans, block_size=BLOCK_SIZE))
         hidden = decoder.forward(token_ids, step)
         decoder.logits(hidden[num_tokens - 1 :: num_tokens].contiguous())
         return (time.thread_time() - started_s) * 1e3
@@ -86,6 +71,54 @@ def serve(model: str, weights_format: str) -> None:
         for line in sys.stdin:
             case = json.loads(line)
             print(min(cpu_ms(**case["sizes"]) for _ in range(case["repeats"])), flush=True)
+
+
+def _load_native(model_dir: Path, weights_format: str) -> Any:
+    """Return our decoder, its operations and its pages."""
+    import torch
+
+    from engine.model.decoder import Decoder
+    from engine.model.loader import load_weights, weight_files
+    from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
+    from engine.ops.select import choose_cpu_kernels, load_cpu_kernels
+    from engine.weights.config import parse_config, read_json
+    from engine.weights.quantize import quantize_weights
+
+    config = parse_config(read_json(model_dir / "config.json"))
+    dtype = torch.float32 if weights_format == "float32" else torch.bfloat16
+    weights = load_weights(weight_files(model_dir), config, dtype=dtype, device=torch.device("cpu"))
+    if weights_format in ("int8", "int4"):
+        quantize_weights(weights, config, weights_format)  # type: ignore[arg-type] # of an arm
+    choice = choose_cpu_kernels(weights, load_cpu_kernels(dtype))
+    store = _make_store(config, dtype)
+    ops = choice.bind(config, store)
+    if isinstance(ops, CpuOps) and can_run(weights):
+        return CpuDecoder(config, weights, ops.kernels), ops, store
+    return Decoder(config, weights), ops, store
+
+
+def _load_foreign(model_dir: Path, _weights_format: str) -> Any:
+    """Return transformers' decoder, its operations and its pages."""
+    import torch
+
+    from engine.model.transformers_decoder import TransformersOps
+    from engine.model.transformers_loader import load_transformers_decoder
+    from engine.model.transformers_trial import read_transformers_config
+
+    dtype = torch.bfloat16
+    config = read_transformers_config(model_dir, dtype=dtype)
+    decoder = load_transformers_decoder(model_dir, config, dtype=dtype, device=torch.device("cpu"))
+    store = _make_store(config, dtype)
+    return decoder, TransformersOps(config, store), store
+
+
+def _make_store(config: Any, dtype: Any) -> Any:
+    import torch
+
+    from engine.pages.kv_cache import TorchKvStore, kv_shape
+
+    shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint="")
+    return TorchKvStore(shape, NUM_BLOCKS, device=torch.device("cpu"))
 
 
 @contextmanager
@@ -116,7 +149,7 @@ def main() -> None:
     parser = command_line("forward_pass", __doc__, rounds=11)
     parser.add_argument("--model", default="default", help="checkpoint folder or hub id")
     parser.add_argument(
-        "--formats", nargs="+", default=["bfloat16", "int8", "int4"], help="default: these; also float32"
+        "--formats", nargs="+", default=["bfloat16", "int8", "int4"], help="default: these; also float32, transformers"
     )
     parser.add_argument("--beside", type=Path, help="another checkout of kvrelay, measured in the same rounds")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="default: all")

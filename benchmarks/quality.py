@@ -12,7 +12,7 @@ through the paged cache, with torch's attention on the CPU and the projections t
     int8 / int4       weights of all layers in 8 or 4 bits, of the head in 8; activations in 8
     int4 checkpoint   weights of all layers in 4 bits, as `kvrelay quantize` rounds them: nearest, or for a text
     fp8 KV            keys and values rounded to e4m3 on their way into the pages, with the scales that are served
-    int8 KV, int4 KV  keys and values in pages of codes, as they are served on CPUs (`engine/kv_format.py`)
+    int8 KV, int4 KV  keys and values in pages of codes, as they are served on CPUs (`engine/pages/kv_format.py`)
 
 The default checkpoint is a dequantized GGUF: its weights lie on grids of 16 values already, which a 4-bit format may
 hit. Unless --on-grid is given, the inputs of each projection are therefore first scaled at random, by a log-normal
@@ -44,16 +44,16 @@ from benchmarks.figures import Figures
 from benchmarks.quality_weights import leave_grid, quantized
 from common.ids import BlockId
 from common.model_files import resolve_model
-from engine.kv_cache import TorchKvStore, kv_shape
-from engine.kv_format import KvDtype
-from engine.model.config import DecoderConfig, parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
-from engine.model.quantize import QuantizationMethod, kv_scales, quantize_weights, round_to_fp8
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.select import choose_cpu_kernels, load_cpu_kernels
 from engine.ops.torch_attention import StepAttention
 from engine.ops.torch_ops import TorchOps, TorchStepOps
+from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.pages.kv_format import KvDtype
+from engine.weights.config import DecoderConfig, parse_config, read_json
+from engine.weights.quantize import QuantizationMethod, kv_scales, quantize_weights, round_to_fp8
 
 WINDOW_TOKENS = 512
 PROMPT_TOKENS = 64
@@ -137,9 +137,8 @@ class RoundedKvOps(TorchOps):
 
     def plan(self, metadata: AttentionMetadata) -> TorchStepOps:
         """See `TorchOps`."""
-        positions = torch.from_numpy(metadata.positions)
         attention = RoundedKvAttention(self._attention.plan(metadata), self._scales)
-        return TorchStepOps(self._config, attention, self._rope.angles(positions, self._dtype))
+        return TorchStepOps(self._config, attention, self._angles(metadata))
 
 
 class RoundedKvAttention:
@@ -149,11 +148,11 @@ class RoundedKvAttention:
         self._attention = attention
         self._scales = scales
 
-    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `StepAttention`."""
         key_scale, value_scale = self._scales[layer_idx]
         key, value = round_to_fp8(key, key_scale), round_to_fp8(value, value_scale)
-        return self._attention.attend(layer_idx, query, key, value)
+        return self._attention.attend(layer_idx, query, key, value, sinks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

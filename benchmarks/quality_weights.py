@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.model.checkpoints.formats import read_weight_format
+from engine.model.checkpoints.quantization_config import read_weight_format
 from engine.model.checkpoints.quantizing import Rounding, cut_windows, quantize_checkpoint
-from engine.model.config import DecoderConfig, read_json
 from engine.model.loader import load_weights, weight_files
-from engine.model.weights import DecoderWeights, Linear, checkpoint_views, plain
+from engine.weights.config import DecoderConfig, read_json
+from engine.weights.decoder_weights import DecoderWeights, GatedMlp, Linear, plain
+from engine.weights.layout import checkpoint_views
 
 _MIN_CHARACTERS = 200
 _GROUP_SIZE = 32
@@ -38,7 +39,9 @@ def leave_grid(weights: DecoderWeights, config: DecoderConfig) -> None:
 
     group, num_values = config.num_heads // config.num_kv_heads, config.num_kv_heads * config.head_dim
     for layer in weights.layers:
-        for norm, projection in ((layer.input_norm, layer.qkv), (layer.post_attention_norm, layer.gate_up)):
+        mlp = layer.mlp
+        assert isinstance(mlp, GatedMlp), "the models here have no experts"
+        for norm, projection in ((layer.input_norm, layer.qkv), (layer.post_attention_norm, mlp.gate_up)):
             scale = scales(config.hidden_size)
             norm.div_(scale)
             plain(projection).weight.mul_(scale)
@@ -47,8 +50,8 @@ def leave_grid(weights: DecoderWeights, config: DecoderConfig) -> None:
         of_heads = scale.view(config.num_kv_heads, 1, -1).expand(-1, group, -1)
         plain(layer.output).weight.div_(of_heads.flatten())
         scale = scales(config.intermediate_size)
-        _scale_rows(plain(layer.gate_up), slice(config.intermediate_size, None), scale)
-        plain(layer.down).weight.div_(scale)
+        _scale_rows(plain(mlp.gate_up), slice(config.intermediate_size, None), scale)
+        plain(mlp.down).weight.div_(scale)
 
 
 def _scale_rows(linear: Linear, rows: slice, scale: Tensor) -> None:

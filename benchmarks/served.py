@@ -1,6 +1,6 @@
-"""What one client, and eight at once, get of a served model, beside `vllm serve` on the same cores.
+"""Measures the tokens per second that one client and eight get from a served model, beside `vllm serve`.
 
-    python -m benchmarks.served [--rounds 3] [--launcher ray] [--peer-venv FOLDER] [--json FILE]
+    python -m benchmarks.served [--rounds 3] [--launcher ray] [--engine vllm] [--peer-venv FOLDER] [--json FILE]
 
 Method. Each round takes every arm in turn, backwards in every other round: kvrelay with one worker that does all
 (`aggregated`) and with a prefill and a decode worker (`1p1d`), and vLLM's CPU build as an OpenAI-compatible server at
@@ -9,6 +9,8 @@ total, 1 GiB for KV, and the same bfloat16 checkpoint of the default model. Clie
 through `/v1/completions`, unstreamed: a prompt that was never sent before, 64 tokens at temperature 1. A turn counts
 the tokens of all answers of 8 s, with one client and with eight, after 3 s that do not count. The clients run on the
 same cores: this is what a user of the host sees, not what the engine does alone (`python -m benchmarks.engine`).
+
+`--engine vllm` has to run in the environment of `python -m benchmarks.peers`.
 """
 
 import json
@@ -37,12 +39,15 @@ KVRELAY = {"kvrelay aggregated": "kvrelay-aggregated", "kvrelay 1p1d": "kvrelay-
 CLIENTS = (1, 8)
 WARM_UP_S, TURN_S = 3.0, 8.0
 NUM_TOKENS = 64
+_FASTEST = {"vllm": {"kernels": "compile"}}
+"""Keys of the model with which an engine is as fast as it gets here."""
 
 
 def main() -> int:
     """Measure and print."""
     parser = command_line("served", __doc__, rounds=3)
     parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="how kvrelay is started")
+    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="what computes in kvrelay")
     parser.add_argument("--peer-venv", type=Path, default=None, help="a venv with vLLM; default: makes one")
     args, console, figures = parser.parse_args(), terminal(stderr=True), Figures()
     spec = VllmServerSpec(
@@ -57,24 +62,25 @@ def main() -> int:
         peer = stack.enter_context(vllm_server(spec, log_path=folder / "vllm.log", report=console.print))
         for number in range(args.rounds):
             for arm in in_turn((*KVRELAY, VLLM), number):
-                with _serving(arm, peer.url, args.launcher, console) as url:
+                with _serving(arm, peer.url, args.launcher, args.engine, console) as url:
                     for num_clients in CLIENTS:
                         _tokens_per_s(url, num_clients, WARM_UP_S)
                         rate = _tokens_per_s(url, num_clients, TURN_S)
                         figures.add("served", f"{num_clients} at once", arm, tokens_per_s=rate)
                 console.print(f"round {number + 1} of {args.rounds}: {arm}")
-    write_figures(args.json, figures, method="benchmarks/served.py", launcher=args.launcher)
+    write_figures(args.json, figures, method="benchmarks/served.py", launcher=args.launcher, engine=args.engine)
     figures.show(terminal(), base=VLLM)
     return 0
 
 
 @contextmanager
-def _serving(arm: str, vllm_url: str, launcher: str, console: Console) -> Iterator[str]:
+def _serving(arm: str, vllm_url: str, launcher: str, engine: str, console: Console) -> Iterator[str]:
     """Yield the URL of an arm's API."""
     if arm == VLLM:
         yield vllm_url
         return
-    model, pools = {"max_model_len": MAX_MODEL_LEN}, KVRELAY_POOLS[KVRELAY[arm]]
+    model = {"max_model_len": MAX_MODEL_LEN, "engine": engine} | _FASTEST.get(engine, {})
+    pools = KVRELAY_POOLS[KVRELAY[arm]]
     with running_doors(launcher=launcher, console=console, model=model, pools=pools) as (info, _config):
         yield f"http://{info.http_address}/v1"
 

@@ -1,6 +1,7 @@
-"""`kvrelay bench`: load tests of this system and others; `bench run` is here."""
+"""`kvrelay bench`: load tests of this system and others; `bench run` and `bench record` are here."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -18,16 +19,18 @@ from cli.bench_options import (
     output,
     served_objectives,
 )
-from cli.bench_record import record
 from cli.bench_results import compare, measure, report, show
 from cli.bench_workload import Limits, SessionOptions, TraceOption, TraceReplayOptions, WorkloadOption, workload_spec
-from cli.console import err
+from cli.console import Progress, err
 from cli.errors import EXIT_INTERRUPTED, CliError
 from cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption, options_from_dataclasses
-from cli.target import find_cluster
+from cli.target import ConnectionOptions, find_cluster
+from common.signals import sigterm_interrupts, uninterrupted
 
 if TYPE_CHECKING:
+    from kvrelay.client import TrafficStream
     from measure.load.targets.interface import TargetSpec
+    from measure.workload.traces import TrafficTrace
 
 _RESULTS = Path("bench-results")
 _target = partial(typer.Option, rich_help_panel="Target")
@@ -85,7 +88,7 @@ class ServerOptions:
 class Sending:
     """Options for sending requests and keeping the results."""
 
-    tell_objectives: Annotated[
+    state_objectives: Annotated[
         bool,
         objective(
             "--tell-objectives/--no-tell-objectives",
@@ -172,7 +175,7 @@ def run(
         workload=build_workload(specification, load=limits.load),
         specification=specification.model_dump(mode="json", exclude_none=True) | scaled,
         slo=None if criteria.ttft is None and criteria.tpot is None else judgement.slo,
-        tells_objectives=sending.tell_objectives,
+        states_objectives=sending.state_objectives,
         timeout_s=sending.timeout,
         drain_s=sending.drain,
         processes=sending.processes,
@@ -188,7 +191,69 @@ def run(
 
 bench_app.command()(report)
 bench_app.command()(compare)
-bench_app.command()(record)
+
+
+@bench_app.command()
+@options_from_dataclasses
+def record(
+    path: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="File of the trace.")],
+    duration_s: Annotated[
+        float | None,
+        typer.Option(
+            "--duration",
+            "-d",
+            min=0.001,
+            metavar="SECONDS",
+            help="Record the requests of this time, and wait for their ends; default: until Ctrl-C.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help="Stop after this many requests.", show_default=False)
+    ] = None,
+    *,
+    connection: ConnectionOptions,
+) -> None:
+    """Record live traffic as a trace: arrivals, lengths, and the prefixes that prompts share.
+
+    No content leaves the cluster: prompts are represented by keys that are
+    meaningless outside the recording. Only the caller's own tenant is recorded.
+    Ctrl-C ends the recording and writes it.
+
+    \b
+    kvrelay bench record today.jsonl --duration 600
+    kvrelay trace stats today.jsonl
+    """  # noqa: D301 - \b marks a preformatted block
+    from measure.workload.traces import TrafficTrace
+
+    if path.suffix != ".jsonl":
+        raise CliError(f"{path}: a recording must end in .jsonl")
+    trace = TrafficTrace()
+    with connection.client() as client:
+        stream = client.record(duration_s=duration_s)
+        with sigterm_interrupts(), suppress(KeyboardInterrupt):
+            _read(stream, trace, limit)
+    if not trace.num_requests:
+        raise CliError("no request ended while the recording ran; nothing was written")
+    with uninterrupted():
+        trace.write(path)
+    if stream.num_dropped:
+        err.print(
+            f"{stream.num_dropped} requests are missing: they came faster than they could be read", soft_wrap=True
+        )
+    err.print(
+        f"{trace.num_requests:,} requests are in {path}; look at them with `kvrelay trace stats {path}`", soft_wrap=True
+    )
+
+
+def _read(stream: "TrafficStream", trace: "TrafficTrace", limit: int | None) -> None:
+    with Progress() as report, stream:
+        report("recording")
+        for request in stream:
+            trace.add(request)
+            report.update(f"recording: {trace.num_requests:,} requests so far")
+            if trace.num_requests == limit:
+                return
 
 
 def _labels(texts: Sequence[str]) -> dict[str, str]:

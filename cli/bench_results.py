@@ -4,28 +4,32 @@ import asyncio
 import dataclasses
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.bench_options import EXIT_BELOW_BOUND, REQUIRED_SHARE, Judgement, OutputOptions
+from cli.bench_options import (
+    EXIT_BELOW_BOUND,
+    REQUIRED_SHARE,
+    CheckOption,
+    Criteria,
+    Judgement,
+    OutputOptions,
+    output,
+    served_objectives,
+)
 from cli.console import err, print_wide
 from cli.errors import CliError
+from cli.options import DEFAULT_CONFIG, ConfigOption, options_from_dataclasses
 
 if TYPE_CHECKING:
     from common.slo import Slo
     from measure.load.records import Run
     from measure.load.spec import LoadSpec
     from measure.load.summary import Summary
-
-from collections.abc import Sequence
-from typing import Annotated
-
-from cli.bench_options import CheckOption, Criteria, output, served_objectives
-from cli.options import DEFAULT_CONFIG, ConfigOption, options_from_dataclasses
 
 SUMMARY_FILE, REPORT_FILE, COMPARISON_FILE = "summary.json", "report.html", "comparison.html"
 
@@ -37,13 +41,13 @@ def measure(spec: "LoadSpec", folder: Path) -> "tuple[Run, bool]":
     """
     from measure.load.live import LiveView
     from measure.load.run import run_load
-    from measure.load.spec import LoadTestFailed, Observers
+    from measure.load.spec import LoadTestFailed
     from measure.load.store import RunWriter
 
     async def send() -> "tuple[Run, bool]":
         stop = asyncio.Event()
         with _first_interrupt_sets(stop):
-            return await run_load(spec, Observers(writer, live), stop=stop), stop.is_set()
+            return await run_load(spec, writer, live, stop=stop), stop.is_set()
 
     with RunWriter(folder) as writer, LiveView(err) as live:
         try:
@@ -194,14 +198,13 @@ def compare(
         dataclasses.replace(run, info=dataclasses.replace(run.info, name=name))
         for run, name in zip(runs, names, strict=True)
     ]
-    summaries = [judge(run, judgement) for run in runs]
-    comparison = compare_runs(runs, summaries)
+    comparison = compare_runs(runs, [judge(run, judgement) for run in runs])
     if shown.with_report:
-        from measure.load.report.comparison import write_comparison
+        from measure.load.report.page import write_comparison
 
         page = out or folders[-1] / COMPARISON_FILE
         page.parent.mkdir(parents=True, exist_ok=True)
-        write_comparison(list(zip(runs, summaries, strict=True)), page)
+        write_comparison(runs, comparison, page)
         err.print(f"The page is {page}", soft_wrap=True)
     if shown.as_json:
         typer.echo(json.dumps({"names": names} | dataclasses.asdict(comparison), ensure_ascii=False, indent=1))

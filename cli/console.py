@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import sleep
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import IO, TYPE_CHECKING, Self, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
@@ -35,10 +35,11 @@ def write_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def print_wide(renderable: RenderableType) -> None:
-    """Print a table to stdout: as wide as the terminal, or as wide as it likes when stdout is a file or a pipe."""
-    console = out if out.is_terminal else Console(markup=False, highlight=False, emoji=False, width=_FILE_WIDTH)
-    console.print(renderable)
+def print_wide(renderable: RenderableType, *, file: IO[str] | None = None) -> None:
+    """Print a table to stdout or a file: as wide as a terminal, or as wide as it likes in a file or a pipe."""
+    is_screen = file is None and out.is_terminal
+    wide = Console(markup=False, highlight=False, emoji=False, width=_FILE_WIDTH, file=file)
+    (out if is_screen else wide).print(renderable)
 
 
 def show(
@@ -119,18 +120,18 @@ class Progress:
 
 
 @contextmanager
-def repeating(tell: Callable[[], None], *, every_s: float) -> Iterator[None]:
-    """Call `tell` from a thread at intervals until the block ends."""
+def repeating(report: Callable[[], None], *, every_s: float) -> Iterator[None]:
+    """Call `report` from a thread at intervals until the block ends."""
     ended = threading.Event()
 
     def run() -> None:
         while not ended.wait(every_s):
-            tell()
+            report()
 
-    teller = threading.Thread(target=run)
-    teller.start()
+    reporter = threading.Thread(target=run)
+    reporter.start()
     try:
         yield
     finally:
         ended.set()
-        teller.join()
+        reporter.join()

@@ -127,59 +127,19 @@ def _ask(client: Client, prompt: DemoPrompt) -> SummaryRow:
 
 
 async def _ask_together(address: str, prompts: Sequence[DemoPrompt]) -> list[SummaryRow]:
-    """Send the requests at the same moment; their answers arrive interleaved, line by line."""
+    """Send the requests at the same moment, and show each answer when all are there."""
     _title(" and ".join(prompt.title for prompt in prompts))
-    for prompt in prompts:
-        out.print(f"> {prompt.title[-1]}: {prompt.shown}", soft_wrap=True)
-    async with AsyncClient(address) as client:  # when one fails, closing the client cancels the others
-        results = await asyncio.gather(*(_ask_tagged(client, prompt) for prompt in prompts))
-    rows = []
-    for row, elapsed_s in results:
-        out.print(f"  {row.title}")
-        _print_stats(stats_lines(row.generation, elapsed_s=elapsed_s))
-        rows.append(row)
-    return rows
-
-
-async def _ask_tagged(client: AsyncClient, prompt: DemoPrompt) -> tuple[SummaryRow, float]:
-    lines = TaggedLines(prompt.title[-1])
     started_s = time.perf_counter()
-    async with client.stream_chat(prompt.messages, **prompt.sampling) as stream:
-        async for event in stream:
-            if isinstance(event, Token):
-                lines.write(event.text)
-        elapsed_s = time.perf_counter() - started_s
-        lines.flush()
-        return SummaryRow(title=prompt.title, generation=await stream.result()), elapsed_s
-
-
-class TaggedLines:
-    """Collects a stream of text and writes whole lines to stdout, each with a tag: streams can share a terminal."""
-
-    def __init__(self, tag: str) -> None:
-        self._tag = tag
-        self._rest = ""
-
-    def write(self, text: str) -> None:
-        """Take some text; writes the lines that it completes. Long lines are broken at a space."""
-        self._rest += text
-        while True:
-            end = self._rest.find("\n")
-            if 0 <= end <= _LINE_CHARS:
-                line, self._rest = self._rest[:end], self._rest[end + 1 :]
-            elif len(self._rest) > _LINE_CHARS:
-                space = self._rest.rfind(" ", 1, _LINE_CHARS + 1)
-                end = space if space > 0 else _LINE_CHARS
-                line, self._rest = self._rest[:end], self._rest[end:].removeprefix(" ")
-            else:
-                return
-            write_text(f"{self._tag} │ {line}\n")
-
-    def flush(self) -> None:
-        """Write what is left."""
-        if self._rest:
-            write_text(f"{self._tag} │ {self._rest}\n")
-            self._rest = ""
+    async with AsyncClient(address) as client:  # when one fails, closing the client cancels the others
+        answers = await asyncio.gather(*(client.generate(prompt.messages, **prompt.sampling) for prompt in prompts))
+    elapsed_s = time.perf_counter() - started_s
+    rows = []
+    for prompt, generation in zip(prompts, answers, strict=True):
+        out.print(f"> {prompt.shown}", soft_wrap=True)
+        write_text(f"{generation.text}\n")
+        _print_stats(stats_lines(generation, elapsed_s=elapsed_s))
+        rows.append(SummaryRow(title=prompt.title, generation=generation))
+    return rows
 
 
 def _show_results(rows: Sequence[SummaryRow], address: str) -> None:

@@ -1,22 +1,25 @@
 """`kvrelay experiment`: one workload on many pool shapes."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.console import Progress, err, print_wide
+from cli.console import Progress, err, print_wide, repeating
 from cli.errors import EXIT_FAILURE, CliError
 from cli.options import positive_numbers
 from common.signals import sigterm_interrupts
 
 if TYPE_CHECKING:
-    from measure.experiment.prepare import Experiment
+    from measure.experiment.prepare import Experiment, SimulatedWorkloads, Workloads
     from measure.experiment.runner import Bench, Report
     from measure.experiment.store import Store
 
 experiment_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
+_REPORT_REQUESTS_S = 5.0
 OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Results.")]
 
 
@@ -69,20 +72,16 @@ def run(
         raise CliError("--jobs: real arms would slow each other down; use it with --simulate")
     choices = Choices(source=source, only=chosen, loads=positive_numbers(loads, option="--loads") if loads else ())
     prepared = prepare(path, choices)
-    _tell_added(prepared)
+    _show_added(prepared)
     store = Store(out)
     if dry_run:
-        _tell_plan(prepared, _bench(prepared, store, err.print), find_capacity=find_capacity)
+        _show_plan(prepared, _bench(prepared, store, err.print), find_capacity=find_capacity)
         return
     if again:
         store.forget()
     prepared.claim(store)
-    with sigterm_interrupts(), Progress() as report:
-        if jobs > 1:
-            from measure.experiment.search import measure_side_by_side
-
-            measure_side_by_side(prepared, out, num_jobs=jobs, is_search=find_capacity, report=report)
-        is_complete = _run(prepared, store, report, find_capacity=find_capacity)
+    make_bench = partial(_bench, prepared, store)
+    is_complete = measure_missing(prepared, store, make_bench, num_jobs=jobs, is_search=find_capacity)
     _show(store)
     if not is_complete:
         raise typer.Exit(EXIT_FAILURE)
@@ -98,17 +97,35 @@ def report(out: Annotated[Path, typer.Argument(metavar="DIR", help="An experimen
     _show(Store(out))
 
 
-def _run(prepared: "Experiment", store: "Store", report: "Report", *, find_capacity: bool) -> bool:
-    """Return whether all cells were measured."""
+def measure_missing(
+    prepared: "Experiment[SimulatedWorkloads]",
+    store: "Store",
+    make_bench: "Callable[[Report], Bench]",
+    *,
+    num_jobs: int,
+    is_search: bool = False,
+) -> bool:
+    """Measure the cells that the store lacks and report the progress; return whether all were measured."""
+    from measure.experiment.ended import start_counting
     from measure.experiment.runner import ResultKeeper
-    from measure.experiment.search import measure
+    from measure.experiment.search import measure, measure_side_by_side
 
-    keeper = ResultKeeper(store, prepared.source, report)
-    measure(prepared, keeper, _bench(prepared, store, report), is_search=find_capacity)
+    num_ended = start_counting()
+    with sigterm_interrupts(), Progress() as report:
+
+        def report_requests() -> None:
+            if num_ended.value:
+                report(f"{num_ended.value:,} requests have ended")
+
+        with repeating(report_requests, every_s=_REPORT_REQUESTS_S):
+            if num_jobs > 1:
+                measure_side_by_side(prepared, store, num_jobs=num_jobs, is_search=is_search, report=report)
+            keeper = ResultKeeper(store, prepared.source, report)
+            measure(prepared, keeper, make_bench(report), is_search=is_search)
     return not keeper.failures
 
 
-def _bench(prepared: "Experiment", store: "Store", report: "Report") -> "Bench":
+def _bench(prepared: "Experiment[Workloads]", store: "Store", report: "Report") -> "Bench":
     from measure.experiment.points import Source
 
     if prepared.source is Source.SIMULATED:
@@ -134,12 +151,12 @@ def _show(store: "Store") -> None:
         err.print(f"The page is {write_report(store, findings)}", soft_wrap=True)
 
 
-def _tell_added(prepared: "Experiment") -> None:
+def _show_added(prepared: "Experiment[Workloads]") -> None:
     for name in prepared.arms.added:
         err.print(f"{name} is added, to compare with: no aggregated shape of this size is named", soft_wrap=True)
 
 
-def _tell_plan(prepared: "Experiment", bench: "Bench", *, find_capacity: bool) -> None:
+def _show_plan(prepared: "Experiment[Workloads]", bench: "Bench", *, find_capacity: bool) -> None:
     from itertools import groupby
 
     from measure.experiment.runner import span

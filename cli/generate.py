@@ -129,15 +129,19 @@ def run_in_process(config: "ServingConfig", source: str | Sequence[ChatMessage],
         report(f"loading model {config.model.id}")
         num_prompt_tokens, answer = in_process(config, source, options)
         report("loaded")
-    stopwatch = Stopwatch()
+    stamps_s = [time.perf_counter()]
     for piece in answer:
-        stopwatch.note_token()
+        stamps_s.append(time.perf_counter())
         write_text(piece.text)
     write_text("\n")
+    begin_s, *arrivals_s = stamps_s
+    num_tokens = len(arrivals_s)
+    ttft_s = arrivals_s[0] - begin_s if arrivals_s else None
+    tpot_s = (arrivals_s[-1] - arrivals_s[0]) / (num_tokens - 1) if num_tokens > 1 else None
     return [
-        f"tokens    prompt {num_prompt_tokens} · output {stopwatch.num_tokens}",
-        f"time      TTFT {seconds(stopwatch.ttft_s)} · TPOT {seconds(stopwatch.tpot_s)}",
-        f"total     {throughput(stopwatch.num_tokens, stopwatch.elapsed_s)}",
+        f"tokens    prompt {num_prompt_tokens} · output {num_tokens}",
+        f"time      TTFT {seconds(ttft_s)} · TPOT {seconds(tpot_s)}",
+        f"total     {throughput(num_tokens, stamps_s[-1] - begin_s)}",
     ]
 
 
@@ -153,40 +157,6 @@ def in_process(
 
     prompt_ids = _encode(_load_codec(config), source)
     return len(prompt_ids), LocalEngine.load(config).stream(prompt_ids, _sampling_params(options, config))
-
-
-class Stopwatch:
-    """Latencies of a stream of tokens, as this process sees them."""
-
-    def __init__(self) -> None:
-        self._started_s = time.perf_counter()
-        self._first_s: float | None = None
-        self._last_s = self._started_s
-        self.num_tokens = 0
-
-    def note_token(self) -> None:
-        """Count a token that has just arrived."""
-        self._last_s = time.perf_counter()
-        self.num_tokens += 1
-        if self._first_s is None:
-            self._first_s = self._last_s
-
-    @property
-    def elapsed_s(self) -> float:
-        """Start to last token."""
-        return self._last_s - self._started_s
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Start to first token; None before it."""
-        return None if self._first_s is None else self._first_s - self._started_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean gap between tokens; None with fewer than two."""
-        if self._first_s is None or self.num_tokens < 2:
-            return None
-        return (self._last_s - self._first_s) / (self.num_tokens - 1)
 
 
 def _load_codec(config: "ServingConfig") -> "Codec":

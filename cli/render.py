@@ -191,8 +191,8 @@ def status_view(routers: Sequence[AskedRouter]) -> RenderableType:
             parts.append(Text(f"router {asked.address} is DOWN: {asked.error}", style="bold red"))
         else:
             parts.extend(_router_lines(asked.status.router, address=asked.address, waiting=asked.waiting))
-    told = next((asked.status for asked in routers if asked.status is not None), None)
-    return Group(*parts, "", _worker_table(told.workers)) if told is not None else Group(*parts)
+    status = next((asked.status for asked in routers if asked.status is not None), None)
+    return Group(*parts, "", _worker_table(status.workers)) if status is not None else Group(*parts)
 
 
 def _router_lines(router: RouterStatus, *, address: str, waiting: str) -> list[RenderableType]:

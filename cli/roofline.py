@@ -142,15 +142,15 @@ def _steps(worker: WorkerView, device: DeviceReport) -> list[_Bounded]:
 
 def _links(rates: Sequence[LinkRate]) -> str:
     """Return what each transport can move, and what pulls by it reach."""
-    told = []
+    lines = []
     for rate in rates:
         parts = []
         if rate.most_bytes_per_s:
             parts.append(f"{rate.most_bytes_per_s / 1e9:.2g} GB/s between pages of this host")
         if rate.bytes_per_s:
             parts.append(f"{rate.bytes_per_s / 1e9:.2g} GB/s from {rate.peer_worker_id} ({rate.num_pulls} pulls)")
-        told.append(f"{rate.transport} {', '.join(parts)}")
-    return "; ".join(told)
+        lines.append(f"{rate.transport} {', '.join(parts)}")
+    return "; ".join(lines)
 
 
 def _model_steps(device: DeviceReport, timing: TimingReport) -> Iterator[_Step]:

@@ -47,14 +47,12 @@ def scale(
     rollout keeps these until a pool's count in the file is edited. Ctrl-C ends
     the display alone, `kvrelay cancel` the change.
     """  # noqa: D301 - \b marks a preformatted block
-    from cluster.changes.flipping import Flips
     from cluster.control import scale as ask
 
     wanted = _parse(sizes)
     info = running_cluster(config_path)
     with Progress() as report:
-        flips = Flips.FIRST if flip else Flips.NEVER
-        show_steps(ask(info.run_dir, wanted, grace_s=grace_s, force=force, flips=flips), report)
+        show_steps(ask(info.run_dir, wanted, grace_s=grace_s, force=force, no_flip=not flip), report)
     out.print(", ".join(f"{pool}: {count}" for pool, count in wanted.items()))
 
 

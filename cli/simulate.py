@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cli.console import Progress, err, print_wide, repeating
-from cli.errors import CliError
+from cli.console import Progress, err, print_wide
+from cli.errors import EXIT_FAILURE, CliError
+from cli.experiment import measure_missing
 from cli.options import options_from_dataclasses, positive_numbers
 
 if TYPE_CHECKING:
-    from measure.simulate.bound import Bound
-    from measure.simulate.comparison import CellResult, PolicyComparison
-    from measure.simulate.roofline import Hardware
+    from measure.experiment.replay import Replay
+    from measure.experiment.spec import SimulateSpec
 
 _STEP_TOKENS_DISAGGREGATED = 8192
 _STEP_TOKENS_AGGREGATED = 512
-_TELL_REQUESTS_S = 5.0
 _workload, _cluster, _signals, _run = (
     partial(typer.Option, rich_help_panel=panel)
     for panel in ("Workload", "Simulated cluster", "Routers and their signals", "Run")
@@ -87,15 +86,22 @@ class ClusterOptions:
             return read_timing(self.timing)[0].max_step_tokens
         return _STEP_TOKENS_DISAGGREGATED if num_prefill else _STEP_TOKENS_AGGREGATED
 
-    def hardware(self) -> "Hardware":
-        """Return what the times of steps follow from. Raises CliError."""
-        from measure.simulate.roofline import Hardware, Roofline, UnknownHardware
+    def simulated(self, signals: "SignalOptions") -> "SimulateSpec":
+        """Return what the times of steps and reports follow from. Raises CliError."""
+        from measure.experiment.spec import SimulateSpec
+        from measure.simulate.roofline import Roofline, UnknownHardware
 
         try:
             Roofline.preset(self.model, self.device)
         except UnknownHardware as error:
             raise CliError(f"--{error}, or give --timing FILE") from None
-        return Hardware(model=self.model, device=self.device, timing_file=self.timing)
+        return SimulateSpec(
+            model=self.model,
+            device=self.device,
+            timing=self.timing,
+            report_interval_s=signals.report_interval,
+            event_lag_s=signals.event_lag,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,82 +150,74 @@ def simulate(*, replay: ReplayOptions, workers: ClusterOptions, signals: SignalO
     as failures. --bound computes for each speed how many requests could be good
     under any policy that knows the whole trace, and adds the share reached of it.
     """  # noqa: D301 - \b marks a preformatted block
-    from common.slo import Slo
-    from measure.simulate.comparison import PolicyComparison, ReplaySettings
-    from measure.simulate.report import FORECASTS_NOTE, comparison_table, forecast_table, write_report
+    from measure.experiment.replay import replay_bound
+    from measure.experiment.replay_tables import FORECASTS_NOTE, forecast_table, replay_table
+    from measure.experiment.report import findings_of, write_report
+    from measure.experiment.simulated import SimulatedBench
+    from measure.experiment.store import Store
+    from measure.simulate.store import write_json
 
-    num_prefill, num_decode = workers.pools()
-    comparison = PolicyComparison(
-        settings=ReplaySettings(
-            trace=replay.trace,
-            num_requests=replay.limit,
-            shrink=replay.shrink,
-            num_prefill=num_prefill,
-            num_decode=num_decode,
-            num_routers=signals.routers,
-            num_blocks=workers.blocks,
-            block_size=workers.block_size,
-            max_step_tokens=workers.max_step_tokens(num_prefill=num_prefill),
-            hardware=workers.hardware(),
-            slo=Slo(ttft_s=replay.ttft, tpot_s=replay.tpot),
-            shed=signals.shed,
-            event_lag_s=signals.event_lag,
-            report_interval_s=signals.report_interval,
-            seed=runs.seed,
-        ),
-        policies=_policies(runs.policy),
-        speeds=positive_numbers(replay.speed, option="--speed"),
-        out=runs.out,
-    )
+    replayed, store = _replay(replay, workers, signals, runs), Store(runs.out)
+    experiment = replayed.experiment()
+    speeds = dict(zip(experiment.spec.loads, replayed.speeds, strict=True))
     if runs.again:
-        comparison.results.forget()
-    results = _run_all(comparison, num_jobs=runs.jobs)
-    bounds = _bounds(comparison) if runs.bound else {}
-    page = write_report(comparison, results, bounds)
-    print_wide(comparison_table(results, bounds))
-    if (forecasts := forecast_table(results)) is not None:
+        store.forget()
+    store.claim(experiment.fingerprint())
+    bench = SimulatedBench(experiment.spec, experiment.workloads)
+    is_complete = measure_missing(experiment, store, lambda _report: bench, num_jobs=runs.jobs)
+    bounds = {}
+    if runs.bound:
+        with Progress() as report:
+            for load, speed in speeds.items():
+                report(f"bound at speed {speed:g}")
+                bounds[load] = replay_bound(experiment, load)
+        by_speed = {f"{speeds[load]:g}": dataclasses.asdict(bound) for load, bound in bounds.items()}
+        write_json(runs.out / "bounds.json", by_speed)
+    points = [point for cell in experiment.cells if (point := store.point(experiment.source, cell)) is not None]
+    table = replay_table(points, store, speeds=speeds, bounds=bounds)
+    print_wide(table)
+    if (forecasts := forecast_table(points, speeds)) is not None:
         print_wide(forecasts)
         err.print(FORECASTS_NOTE, soft_wrap=True)
-    err.print(f"The page is {page}", soft_wrap=True)
+    with (runs.out / "table.txt").open("w", encoding="utf-8") as file:
+        print_wide(table, file=file)
+    err.print(f"The page is {write_report(store, findings_of(store))}", soft_wrap=True)
+    if not is_complete:
+        raise typer.Exit(EXIT_FAILURE)
 
 
-def _run_all(comparison: "PolicyComparison", *, num_jobs: int) -> "list[CellResult]":
-    num_cells, num_done = len(comparison.cells), 0
-    with Progress() as report:
-        report(f"reading {comparison.settings.trace.name}")
-        num_requests = comparison.prepare()
-        report(f"{num_cells} runs, {num_requests:,} requests in all, {num_jobs} at a time")
+def _replay(replay: ReplayOptions, workers: ClusterOptions, signals: SignalOptions, runs: RunOptions) -> "Replay":
+    from common.config import parse_config
+    from measure.experiment.replay import Replay
 
-        def tell(result: "CellResult") -> None:
-            nonlocal num_done
-            num_done += 1
-            summary = result.summary
-            report(
-                f"[{num_done}/{num_cells}] {result.cell.policy} at speed {result.cell.speed:g}:"
-                f" {summary.goodput_per_s:.2f} good requests/s, {summary.token_hit:.1%} hits;"
-                f" took {result.clock.wall_s:.1f} s"
-            )
-
-        def tell_requests() -> None:
-            report(f"[{num_done}/{num_cells}] {comparison.num_ended.value:,} of {num_requests:,} requests")
-
-        with repeating(tell_requests, every_s=_TELL_REQUESTS_S):
-            return comparison.run(num_jobs=num_jobs, report=tell)
-
-
-def _bounds(comparison: "PolicyComparison") -> "dict[float, Bound]":
-    from measure.simulate.bound import replay_bound
-
-    bounds: dict[float, Bound] = {}
-    with Progress() as report:
-        for speed in comparison.speeds:
-            report(f"bound at speed {speed:g}")
-            bounds[speed] = replay_bound(comparison.settings, speed)
-    return bounds
+    num_prefill, num_decode = workers.pools()
+    pool = {
+        "block_size": workers.block_size,
+        "num_blocks": workers.blocks,
+        "max_step_tokens": workers.max_step_tokens(num_prefill=num_prefill),
+        "max_running": 256,
+        "max_waiting": 4096,
+    }
+    serving = {
+        "launcher": "local",
+        "slo": {"ttft_s": replay.ttft, "tpot_s": replay.tpot},
+        "router": {"count": signals.routers, "shed": signals.shed},
+        "pools": {"prefill": pool | {"count": num_prefill}, "decode": pool | {"count": num_decode}},
+    }
+    return Replay(
+        trace=replay.trace,
+        num_requests=replay.limit,
+        shrink=replay.shrink,
+        speeds=positive_numbers(replay.speed, option="--speed"),
+        policies=_policies(runs.policy),
+        serving=parse_config(serving, source="kvrelay simulate"),
+        simulate=workers.simulated(signals),
+        seed=runs.seed,
+    )
 
 
 def _policies(text: str) -> tuple[str, ...]:
-    from measure.simulate.comparison import policy_names
+    from measure.simulate.routers import policy_names
 
     known = policy_names()
     if text.strip() == "all":

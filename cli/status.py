@@ -65,7 +65,7 @@ def _ask(clients: Sequence[Client]) -> list[AskedRouter]:
 
 def _record(routers: Sequence[AskedRouter]) -> dict[str, object]:
     """Return the status from the first router that answers, and every router by itself."""
-    told = next(asked.status for asked in routers if asked.status is not None)
+    status = next(asked.status for asked in routers if asked.status is not None)
     each = [
         {
             "address": asked.address,
@@ -75,4 +75,4 @@ def _record(routers: Sequence[AskedRouter]) -> dict[str, object]:
         }
         for asked in routers
     ]
-    return {**dataclasses.asdict(told), "routers": each}
+    return {**dataclasses.asdict(status), "routers": each}

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 
-from cluster.changes.flipping import Flips
 from cluster.changes.rollout import RolloutTerms
 from cluster.processes.run_dir import config_text
 from common.config import ServingConfig
@@ -40,13 +39,12 @@ def socket_path(run_dir: Path) -> Path:
 
 
 def scale(
-    run_dir: Path, wanted: Mapping[str, int], *, grace_s: float, force: bool = False, flips: Flips = Flips.FIRST
+    run_dir: Path, wanted: Mapping[str, int], *, grace_s: float, force: bool = False, no_flip: bool = False
 ) -> Iterator[ChangeStep]:
     """Ask the supervisor of a run folder for other pool sizes; yields its steps. Raises KvrelayError.
 
     Without `force` it refuses sizes that would not carry the present load, or for which its host has no room.
     """
-    no_flip = flips is Flips.NEVER
     request = controller_pb2.ScaleRequest(**wanted, grace_s=grace_s, force=force, no_flip=no_flip)
     return _steps(run_dir, lambda stub: stub.Scale(request))
 

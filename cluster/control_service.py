@@ -11,7 +11,6 @@ import grpc
 import yaml
 
 from cluster.changes.change import ChangeKind, Changes, ChangeState, ClusterChange
-from cluster.changes.flipping import Flips
 from cluster.changes.planning import Planning
 from cluster.changes.rollout import Rollouts, RolloutTerms
 from cluster.changes.scaling import Report, Scaler, check_sizes, in_words
@@ -57,12 +56,11 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         async with error_boundary(context, "Scale"):
             grace_s = _grace_s(request.grace_s)
             check_sizes(wanted)
-            flips = Flips.NEVER if request.no_flip else Flips.FIRST
 
             async def work(report: Report) -> None:
                 if not request.force:
                     await self._controls.planning.guard.check(wanted)
-                await self._controls.scaler.scale(wanted, grace_s=grace_s, flips=flips, report=report)
+                await self._controls.scaler.scale(wanted, grace_s=grace_s, no_flip=request.no_flip, report=report)
 
             change = self._changes.begin(ChangeKind.SCALE, in_words(wanted), wanted, work)
             await _follow(change, context, controller_pb2.ScaleResponse)

@@ -30,7 +30,7 @@ async def _own_or_join(config: ServingConfig, run_dir: Path, starter: Starter) -
         try:
             from cluster.ray.bootstrap import bring_up_controller  # imports Ray
         except ImportError as error:
-            starter.tell(StartFailure(reason=f"{NO_RAY} ({error})"))
+            starter.notify(StartFailure(reason=f"{NO_RAY} ({error})"))
             return 1
         return await bring_up_controller(config, run_dir=run_dir, starter=starter, stopping=stopping)
     with lock_run_dir(run_dir):
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(_own_or_join(config, options.run_dir, starter))
     except RunDirTaken as error:
-        starter.tell(StartFailure(reason=str(error)))
+        starter.notify(StartFailure(reason=str(error)))
         return 1
 
 

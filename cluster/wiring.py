@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.changes.change import Changes
 from cluster.changes.planning import make_planning
-from cluster.changes.rollout import Rollouts, Surroundings
+from cluster.changes.rollout import RolloutHooks, Rollouts
 from cluster.changes.scaling import PlanFor, Scaler
 from cluster.control_service import Controls, serving_control
 from cluster.health.health_monitor import HealthMonitor
@@ -20,7 +20,7 @@ from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_p
 from cluster.processes.run_dir import FILE_NAME, write_config
 from cluster.processes.starter import StartFailure, StartListener, StartStep
 from cluster.processes.state import ClusterPhase, StateFile, has_served, wanted_processes
-from cluster.processes.supervisor import Ground, Supervisor
+from cluster.processes.supervisor import Supervisor, SupervisorContext
 from cluster.processes.worker_calls import inspect_worker
 from cluster.ray import outside
 from cluster.takeover import TakeoverFailed
@@ -31,9 +31,9 @@ from common.config import ConfigError, ServingConfig
 from common.otlp import check_installed
 from common.process import count_gpus
 from common.trust.doors import scrape_tls
-from engine.memory import measure_host
+from engine.device.memory import measure_host
 
-_NUM_TOLD_CHANGES = 8
+_NUM_SENT_CHANGES = 8
 """Latest changes of the planner that are sent to routers."""
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ async def supervise(
     """
 
     def report(text: str) -> None:
-        listener.tell(StartStep(text=text))
+        listener.notify(StartStep(text=text))
 
     state_file = StateFile(run_dir)
     last = state_file.read()
@@ -77,21 +77,23 @@ async def supervise(
                 specs = wanted_processes(config, plan_for, found=found, last=last)
                 report(f"{', '.join(sorted(found))} are there already")
             report(f"starting {', '.join(spec.name for spec in specs if spec.name not in found)}")
-            ground = Ground(launcher=launcher, trust=trust, state_file=state_file, ray_environment=environment)
-            supervisor = Supervisor(config, specs=specs, ground=ground, report=report)
+            context = SupervisorContext(
+                launcher=launcher, trust=trust, state_file=state_file, ray_environment=environment
+            )
+            supervisor = Supervisor(config, specs=specs, context=context, report=report)
             if has_served(found, last):
                 is_takeover = True
                 supervisor.adopt()
             workforce, changes = supervisor.workforce, Changes()
             scaler = Scaler(config, workforce, plan_for)
             planning = make_planning(scaler, workforce, changes, scrape_tls=scrape_tls(trust.credentials))
-            workforce.routers.plan = partial(planning.autopilot.response, num_changes=_NUM_TOLD_CHANGES)
-            surroundings = Surroundings(
+            workforce.routers.plan = partial(planning.autopilot.response, num_changes=_NUM_SENT_CHANGES)
+            hooks = RolloutHooks(
                 keep=partial(write_config, run_dir / FILE_NAME),
                 check=planning.guard.check,
                 inspect=partial(inspect_worker, connect=trust.reach.worker),
             )
-            rollouts = Rollouts(scaler, workforce, surroundings)
+            rollouts = Rollouts(scaler, workforce, hooks)
             monitor = HealthMonitor(
                 workforce,
                 changes,
@@ -107,7 +109,9 @@ async def supervise(
                 monitor.watching(),
             ):
                 has_begun = True
-                await supervisor.run(stopping, on_ready=lambda: listener.tell(supervisor.up), end_changes=changes.close)
+                await supervisor.run(
+                    stopping, on_ready=lambda: listener.notify(supervisor.up), end_changes=changes.close
+                )
         finally:
             await launcher.close()
             if has_begun and confirm_end is not None:
@@ -120,7 +124,7 @@ async def supervise(
         if not isinstance(error, StartFailed | PlanError):
             raise
         logger.error("cluster failed to start", extra={"reason": str(error)})
-        listener.tell(StartFailure(reason=str(error), key=error.key if isinstance(error, StartFailed) else ""))
+        listener.notify(StartFailure(reason=str(error), key=error.key if isinstance(error, StartFailed) else ""))
         return 1
     return 0
 

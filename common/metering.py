@@ -4,10 +4,11 @@ A door names the payer when it knows the tenant; the task, and those that it sta
 for all requests together, such as the streams from workers, has no payer.
 """
 
-import time
 from collections.abc import Coroutine, Generator
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
+
+from common.clock import turn_time_s
 
 T = TypeVar("T")
 
@@ -49,20 +50,20 @@ class Metered(Coroutine[Any, Any, T]):
 
     def send(self, value: Any) -> Any:
         """Take a step."""
-        begun_s = time.perf_counter()
+        begun_s = turn_time_s()
         try:
             return self._coroutine.send(value)
         finally:
             if (payer := _payer.get()) is not None:
-                payer.pay(time.perf_counter() - begun_s)
+                payer.pay(turn_time_s() - begun_s)
 
     def throw(self, *error: Any) -> Any:
         """Take a step that begins with an exception."""
-        begun_s = time.perf_counter()
+        begun_s = turn_time_s()
         try:
             return self._coroutine.throw(*error)
         finally:
-            charge(time.perf_counter() - begun_s)
+            charge(turn_time_s() - begun_s)
             del error  # else it refers to itself by its traceback, and to all that its frames hold
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ class Parameter:
     type: Any
     """Type of the value: float, int, bool, `Texts`, `Tokens`, `Biases` or `Json`."""
     default: Any
-    told_default: str | None = None
+    documented_default: str | None = None
     """The default in words, where it is not a value."""
     meaning: str
     least: float | None = None

@@ -199,12 +199,12 @@ def parse_ready(line: str) -> Ready | None:
     if not isinstance(entry, dict) or entry.get("event") != "ready":
         return None
     kinds = {"address": str, "admin_address": str, "metrics_port": int, "pid": int, "role": str}
-    told: dict[str, Any] = {"metrics_port": 0, "role": ""} | {
+    fields: dict[str, Any] = {"metrics_port": 0, "role": ""} | {
         name: entry[name] for name in kinds if entry.get(name) is not None
     }
-    if not all(isinstance(told.get(name), kind) for name, kind in kinds.items()):
+    if not all(isinstance(fields.get(name), kind) for name, kind in kinds.items()):
         return None
-    return Ready(**told)
+    return Ready(**fields)
 
 
 class CannotStart(Exception):

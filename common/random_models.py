@@ -1,7 +1,7 @@
 """Checkpoint folders without weights, for machines that reach no hub: published shapes, filled with random numbers.
 
 `model.id: random:qwen3-8b` (or `random:qwen3-8b:7`, with a seed) names one. Its folder holds an ordinary config.json, a
-generated tokenizer, and in place of tensors a file with the seed from which `engine.model.random_weights` makes them.
+generated tokenizer, and in place of tensors a file with the seed from which `engine.weights.random_weights` makes them.
 Code that reads checkpoints reads this one too. Answers are gibberish at the speed of the real model.
 """
 
@@ -40,6 +40,17 @@ _QWEN3: Mapping[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+_QWEN3_MOE: Mapping[str, Any] = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}
 _LLAMA_31: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -64,6 +75,27 @@ _LLAMA_31: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
     "vocab_size": 128256,
+}
+_DEEPSEEK: Mapping[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "moe_layer_freq": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+_DEEPSEEK_YARN: Mapping[str, Any] = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
 }
 # A larger spread than published: with two layers of 0.02 every token would be about as probable as every other.
 _TINY: Mapping[str, Any] = {
@@ -98,6 +130,18 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 36,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": {
+        **_QWEN3_MOE,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_window_layers": 48,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+    },
     "llama-3.1-8b": {
         **_LLAMA_31,
         "hidden_size": 4096,
@@ -106,6 +150,74 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 32,
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
+    },
+    "deepseek-v2-lite": {
+        **_DEEPSEEK,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rope_scaling": _DEEPSEEK_YARN,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150_000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 201088,
     },
     "tiny": {**_QWEN3, **_TINY, "head_dim": 64, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "tiny-llama": {
@@ -116,8 +228,47 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {**_LLAMA_31["rope_scaling"], "original_max_position_embeddings": 64},
         "tie_word_embeddings": False,
     },
+    "tiny-moe": {
+        **_QWEN3_MOE,
+        **_TINY,
+        "head_dim": 64,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 2,
+    },
+    "tiny-deepseek": {
+        **_DEEPSEEK,
+        **_TINY,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 64,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 64,
+        "n_group": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "rope_scaling": {
+            **_DEEPSEEK_YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 32,
+    },
 }
-"""config.json of each name; the first three as published by their makers, the tiny ones for tests."""
+"""config.json of each name; the tiny ones for tests, the others as published by their makers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,9 @@ message may hold (common/wire.py), the fields of the HTTP API and its OpenAPI do
 options of the Python clients, and the table in docs/client.md.
 
 A new parameter is one field here, its type in `SamplingOptions` and its field in proto/kvrelay/v1/sampling.proto; tests
-then ask for its row in the table and for its values in tests/router/http/field_values.py.
+then ask for its row in the table, for its values in tests/router/http/field_values.py, and for a batch in which the
+device's sampler agrees with the CPU's. In an engine it is a step of engine/sampling/; one that filters probabilities is
+a column of draw.py and of its twin in C++, engine/ops/cpu/draw.h, and `races` in draw.py must know it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -56,7 +58,7 @@ class SamplingParams:
     seed: int = declare(
         "Equal seeds give equal answers, on any worker.",
         default=0,
-        told_default="drawn by the router, returned in the answer",
+        documented_default="drawn by the router, returned in the answer",
         least=0,
         most=2**64 - 1,
     )
@@ -76,7 +78,7 @@ class SamplingParams:
     max_tokens: int = declare(
         "Largest number of generated tokens per sample; at most what the prompt leaves of `max_model_len` is used.",
         default=_INT32_MAX,
-        told_default="`router.default_max_tokens`, or what the prompt leaves",
+        documented_default="`router.default_max_tokens`, or what the prompt leaves",
         least=1,
         most=_INT32_MAX,
     )
@@ -88,7 +90,7 @@ class SamplingParams:
         "Report the log-probability of each generated token and of this many most probable ones.",
         default=None,
         option="logprobs",
-        told_default="off",
+        documented_default="off",
         least=0,
         most=MAX_LOGPROBS,
     )
@@ -96,7 +98,7 @@ class SamplingParams:
         "The same for every prompt token; no cached prefix is used.",
         default=None,
         option="prompt_logprobs",
-        told_default="off",
+        documented_default="off",
         least=0,
         most=MAX_LOGPROBS,
     )
@@ -108,7 +110,7 @@ class SamplingParams:
         "What the answer has to look like: an object with one of the keys `json` (a schema), `json_object`, `regex`,"
         " `choice`, `grammar` (Lark) or `structural_tag`; [see below](#structured-outputs).",
         default="",
-        told_default="anything",
+        documented_default="anything",
         least=0,
         most=1 << 18,
     )

@@ -49,7 +49,7 @@ def parse_service_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 @contextmanager
-def told_failures() -> Iterator[None]:
+def reported_failures() -> Iterator[None]:
     """End the process when the block finds that it cannot start; the launcher and the log are told the reason."""
     try:
         yield

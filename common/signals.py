@@ -46,15 +46,15 @@ def set_on_signals(stopping: asyncio.Event) -> None:
         loop.add_signal_handler(number, stopping.set)
 
 
-def on_first_signal(told: Callable[[], None]) -> None:
-    """Call `told` with the first SIGTERM or Ctrl-C; a second one ends the process at once. As `set_on_signals`."""
+def on_first_signal(stop: Callable[[], None]) -> None:
+    """Call `stop` with the first SIGTERM or Ctrl-C; a second one ends the process at once. As `set_on_signals`."""
     loop = asyncio.get_running_loop()
 
     def first() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
-        told()
+        stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, first)

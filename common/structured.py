@@ -7,11 +7,11 @@ Here the owner waits itself, so that its own cancellation and a child's failure 
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
+from common.clock import turn_time_s
 from common.metering import Metered, is_charged
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _PAUSE_S = 0.5
 """Pause before work that has failed begins again."""
 
 
-class TaskCensus:
+class TaskTracker:
     """Starts owned tasks and counts the running ones. Event loop only."""
 
     def __init__(self) -> None:
@@ -78,12 +78,12 @@ async def end_all(tasks: Sequence["asyncio.Task[Any]"]) -> None:
             task.cancel()
         if not (pending := [task for task in tasks if not task.done()]):
             break
-        begun_s = time.perf_counter()
+        begun_s = turn_time_s()
         try:
             await (one_turn() if rest else asyncio.wait(pending))
         except asyncio.CancelledError as error:
             interruption = error
-        is_long = time.perf_counter() - begun_s > TURN_S
+        is_long = turn_time_s() - begun_s > TURN_S
         num_at_once = max(1, num_at_once // 2) if is_long else min(2 * num_at_once, _MANY)
     if interruption is not None:
         raise interruption
@@ -98,12 +98,12 @@ async def for_each(
     items: Iterable[T], use: Callable[[T], object], pause: Callable[[], Awaitable[None]] = one_turn
 ) -> None:
     """Call `use` with each item, with a pause for other tasks whenever making and using them has taken TURN_S."""
-    begun_s = time.perf_counter()
+    begun_s = turn_time_s()
     for item in items:
         use(item)
-        if time.perf_counter() - begun_s > TURN_S:
+        if turn_time_s() - begun_s > TURN_S:
             await pause()
-            begun_s = time.perf_counter()
+            begun_s = turn_time_s()
 
 
 async def completed(step: Coroutine[Any, Any, T]) -> T:

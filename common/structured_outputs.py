@@ -3,7 +3,7 @@
 A JSON object with one key, named as in vLLM's API: {"json": SCHEMA}, {"json_object": true}, {"regex": "…"},
 {"choice": ["…", …]}, {"grammar": "…"} (Lark), or {"structural_tag": {"structures": [{"begin": "…", "schema": SCHEMA,
 "end": "…"}, …], "triggers": ["…", …]}}: free text, in which what follows a trigger is one of the structures. Workers
-compile it to a grammar (engine/grammar.py); here it is only read: a router refuses what no worker could compile.
+compile it to a grammar (engine/text/grammar.py); here it is only read: a router refuses what no worker could compile.
 """
 
 import json

@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections import deque
 from dataclasses import replace
-from functools import partial
 
 from common.errors import Cancelled, InvalidRequest, KvIncomplete, KvrelayError
 from common.ids import Epoch, HandoffId, WorkerId
@@ -20,10 +19,10 @@ from common.rpc import to_report
 from common.wire import message_of
 from decode_worker.direct import GRACE_S, DirectAnswer, DirectTable
 from decode_worker.shared_stream import Outlet
-from engine.core import EngineCore
 from engine.events import BeamsAdvanced, EngineEvent, Failed, Started, Tokens
-from engine.group import Group
+from engine.interface import Engine
 from engine.request import EngineRequest
+from engine.steps.group import Group
 from kv_transfer.handoff import HandoffManifest
 from kv_transfer.pull import Pulled, PullPlan
 from kv_transfer.wanted import WantedHandoff
@@ -137,6 +136,7 @@ class DecodeCall:
                 first_sample_index=spec.first_sample_index,
             ),
             block_table=leader.block_ids(),
+            windows=leader.awaited_windows,
             first_block=leader.num_cached_tokens // leader.block_size,
             ticket=handoff.ticket,
         )
@@ -155,7 +155,7 @@ class DecodeCall:
             else:
                 streams.skip(token.sample_index, token.token_id)
 
-        def start(core: EngineCore) -> None:
+        def start(core: Engine) -> None:
             core.commit(group, manifest.num_tokens)
             core.start(group, first)
 
@@ -176,24 +176,24 @@ class DecodeCall:
         elif self._group.beams is not None and isinstance(event, Tokens):
             self._answers.append(event)
             if len(self._answers) == 1:
-                asyncio.get_running_loop().call_soon(self._tell_answers)
+                asyncio.get_running_loop().call_soon(self._emit_answers)
         else:
-            self._try_to_tell(event)
+            self._try_to_emit(event)
 
-    def _tell_answers(self) -> None:
+    def _emit_answers(self) -> None:
         """Send a part of the beams' answers, which come all at once, and the rest later, so that other calls go on."""
-        self._try_to_tell(self._answers.popleft())
+        self._try_to_emit(self._answers.popleft())
         if self._answers:
-            asyncio.get_running_loop().call_soon(self._tell_answers)
+            asyncio.get_running_loop().call_soon(self._emit_answers)
 
-    def _try_to_tell(self, event: EngineEvent) -> None:
+    def _try_to_emit(self, event: EngineEvent) -> None:
         if not self._over.done():
             try:
-                self._tell(event)
+                self._emit(event)
             except Exception as error:  # noqa: BLE001 - the top of a callback that serves other calls as well
                 self._over.set_exception(to_report(error, "Decode"))
 
-    def _tell(self, event: EngineEvent) -> None:
+    def _emit(self, event: EngineEvent) -> None:
         match event:
             case Started() as started:
                 self._stages.enter("prefill", after_s=started.queue_s, num_cached_tokens=started.num_cached_tokens)
@@ -204,7 +204,7 @@ class DecodeCall:
                 )
                 self._outlet.put(pb.DecodeResponse(prefill_started=message))
             case Tokens() as tokens:
-                self._tell_tokens(tokens)
+                self._emit_tokens(tokens)
                 if self._streams.is_over:
                     self._over.set_result(None)
             case BeamsAdvanced() as advanced:
@@ -212,7 +212,10 @@ class DecodeCall:
             case Failed() as failed:
                 raise failed.error
 
-    def _tell_tokens(self, tokens: Tokens) -> None:
+    def _finish(self, sample_index: int) -> None:
+        self._runtime.engine.post(lambda core: core.finish_sample(self._group, sample_index))
+
+    def _emit_tokens(self, tokens: Tokens) -> None:
         self._num_steps += 1
         if tokens.prefill_s is not None:
             self._stages.enter("decode")
@@ -221,8 +224,7 @@ class DecodeCall:
         if self._streams.has_text:
             messages, stopped = self._streams.take(tokens.tokens)
             for sample_index in stopped:
-                finish = partial(EngineCore.finish_sample, group=self._group, sample_index=sample_index)
-                self._runtime.engine.post(finish)
+                self._finish(sample_index)
         else:
             runs = self._streams.take_runs(tokens)
         has_tokens = bool(messages or runs)

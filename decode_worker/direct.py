@@ -58,9 +58,9 @@ class DirectAnswer:
         self._checkpoint_tokens = access.checkpoint_tokens
         self._checkpoint = checkpoint
         self._on_lost = on_lost
-        self._untold = pb.TokenBatch()
-        self._num_untold = 0
-        self._num_until_told = 1
+        self._unreported = pb.TokenBatch()
+        self._num_unreported = 0
+        self._num_until_report = 1
         """The first token is sent at once: the time to the first token is measured by it."""
         self._batches = list(earlier)
         self._is_complete = False
@@ -78,13 +78,13 @@ class DirectAnswer:
         self._batches.append(batch)
         self._wake()
         runs = [*runs_of(batch.tokens), *batch.runs]
-        merge_tokens(self._untold, (), runs)
-        self._untold.prefill_s = self._untold.prefill_s or batch.prefill_s
-        self._untold.num_drafted_tokens += batch.num_drafted_tokens
-        self._untold.num_accepted_tokens += batch.num_accepted_tokens
-        self._num_untold += sum(num_packed(run.tokens) for run in runs)
-        if self._num_untold >= self._num_until_told:
-            self._tell_unfinished()
+        merge_tokens(self._unreported, (), runs)
+        self._unreported.prefill_s = self._unreported.prefill_s or batch.prefill_s
+        self._unreported.num_drafted_tokens += batch.num_drafted_tokens
+        self._unreported.num_accepted_tokens += batch.num_accepted_tokens
+        self._num_unreported += sum(num_packed(run.tokens) for run in runs)
+        if self._num_unreported >= self._num_until_report:
+            self._report_unfinished()
 
     async def delivered(self) -> None:
         """Wait until the client has all tokens, once every sample has ended; notify the router. Raises ClientGone."""
@@ -93,8 +93,8 @@ class DirectAnswer:
         if not self._batches and not self._delivered.done():
             self._delivered.set_result(None)
         await self._delivered
-        if self._untold.runs:
-            self._checkpoint(self._untold)
+        if self._unreported.runs:
+            self._checkpoint(self._unreported)
 
     @property
     def is_delivered(self) -> bool:
@@ -151,17 +151,17 @@ class DirectAnswer:
         if self._reader is not None:
             self._reader.set()
 
-    def _tell_unfinished(self) -> None:
+    def _report_unfinished(self) -> None:
         """Send the router a checkpoint, without the ends of samples: those wait until the client has them."""
-        told, ended = self._untold, pb.TokenBatch()
-        merge_tokens(ended, (), [run for run in told.runs if run.finish_reason])
-        for position in reversed(range(len(told.runs))):
-            if told.runs[position].finish_reason:
-                del told.runs[position]
-        self._untold = ended
-        self._num_untold, self._num_until_told = 0, self._checkpoint_tokens
-        if told.runs:
-            self._checkpoint(told)
+        reported, ended = self._unreported, pb.TokenBatch()
+        merge_tokens(ended, (), [run for run in reported.runs if run.finish_reason])
+        for position in reversed(range(len(reported.runs))):
+            if reported.runs[position].finish_reason:
+                del reported.runs[position]
+        self._unreported = ended
+        self._num_unreported, self._num_until_report = 0, self._checkpoint_tokens
+        if reported.runs:
+            self._checkpoint(reported)
 
     def _lose_patience(self) -> None:
         if self._delivered.done():

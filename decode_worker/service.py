@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from common.rpc import error_boundary
-from common.structured import TaskCensus
+from common.structured import TaskTracker
 from decode_worker.call import DecodeCall
 from decode_worker.direct import DirectTable
 from decode_worker.shared_stream import Outlet, SharedStream
@@ -26,7 +26,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, runtime: WorkerRuntime, directs: DirectTable) -> None:
         self._runtime = runtime
-        self._census = TaskCensus()
+        self._tracker = TaskTracker()
         self._directs = directs
         self._shared: set[SharedStream] = set()
         self._is_draining = False
@@ -40,7 +40,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     async def DecodeMany(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[pb.DecodeManyRequest], context: Context
     ) -> None:
-        stream = SharedStream(self._serve, self._census)
+        stream = SharedStream(self._serve, self._tracker)
         self._shared.add(stream)
         if self._is_draining:
             stream.drain()

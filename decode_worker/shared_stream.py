@@ -17,7 +17,7 @@ from functools import partial
 
 from common.errors import InvalidRequest, KvrelayError, WorkerLost, to_status_bytes
 from common.rpc import to_report
-from common.structured import TaskCensus, end_all
+from common.structured import TaskTracker, end_all
 from common.token_batches import MAX_GATHERED_TOKENS, merge_batch, num_tokens_in
 from kvrelay.v1 import decode_pb2 as pb
 
@@ -89,11 +89,11 @@ class _Call:
 class SharedStream:
     """One DecodeMany call. Event loop only."""
 
-    def __init__(self, serve: Serve, census: TaskCensus) -> None:
+    def __init__(self, serve: Serve, tracker: TaskTracker) -> None:
         self._serve = serve
-        self._census = census
+        self._tracker = tracker
         self._calls: dict[int, _Call] = {}
-        self._told: dict[int, None] = {}
+        self._ready_calls: dict[int, None] = {}
         """Calls with something to send, in order."""
         self._changed = asyncio.Event()
         self._closed: set[asyncio.Task[None]] = set()
@@ -112,7 +112,7 @@ class SharedStream:
     ) -> None:
         """Serve until the router leaves, or the stream is drained. Raises InvalidRequest."""
         try:
-            async with self._census.owned(self._read(requests), self._write(write)) as both:
+            async with self._tracker.owned(self._read(requests), self._write(write)) as both:
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 for task in both:
                     if task.done():
@@ -146,7 +146,7 @@ class SharedStream:
     def _open(self, call_id: int, request: pb.DecodeRequest) -> None:
         if call_id in self._calls:
             raise InvalidRequest(f"call {call_id} is open already", field="call_id")
-        call = _Call(Outlet(partial(self._tell, call_id)))
+        call = _Call(Outlet(partial(self._mark_ready, call_id)))
         self._calls[call_id] = call
         if self._is_draining:
             call.task = asyncio.create_task(self._refuse(call_id, call))
@@ -156,16 +156,16 @@ class SharedStream:
     def _close(self, call_id: int) -> None:
         call = self._calls.pop(call_id, None)
         if call is not None:
-            self._told.pop(call_id, None)
+            self._ready_calls.pop(call_id, None)
             if self._is_draining:
                 self._changed.set()  # it may have been the last one
             self._closed.add(call.task)
             call.task.add_done_callback(self._closed.discard)
             call.task.cancel()
 
-    def _tell(self, call_id: int) -> None:
+    def _mark_ready(self, call_id: int) -> None:
         if call_id in self._calls:
-            self._told[call_id] = None
+            self._ready_calls[call_id] = None
             self._changed.set()
 
     async def _run(self, call_id: int, call: _Call, request: pb.DecodeRequest) -> None:
@@ -181,7 +181,7 @@ class SharedStream:
 
     def _end(self, call_id: int, call: _Call, error: KvrelayError | None) -> None:
         call.end = (0, b"") if error is None else to_status_bytes(error)
-        self._tell(call_id)
+        self._mark_ready(call_id)
 
     async def _write(self, write: Callable[[pb.DecodeManyResponse], Awaitable[None]]) -> None:
         while self._calls or not self._is_draining:
@@ -203,17 +203,17 @@ class SharedStream:
         updates: list[pb.CallUpdate] = []
         unfinished: list[int] = []
         num_bytes = 0
-        while self._told and num_bytes < ENOUGH_BYTES:
-            call_id = next(iter(self._told))
-            del self._told[call_id]
+        while self._ready_calls and num_bytes < ENOUGH_BYTES:
+            call_id = next(iter(self._ready_calls))
+            del self._ready_calls[call_id]
             update = self._update(call_id)
             num_bytes += update.ByteSize()
             updates.append(update)
             if call_id in self._calls and not self._calls[call_id].outlet.is_empty:
                 unfinished.append(call_id)
         for call_id in unfinished:  # after those that have not been sent at all
-            self._told[call_id] = None
-        if self._told:
+            self._ready_calls[call_id] = None
+        if self._ready_calls:
             self._changed.set()
         return updates
 

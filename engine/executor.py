@@ -1,8 +1,7 @@
 """The seam between bookkeeping and arithmetic.
 
 Above it (scheduler, block pool, loop) there are no tensors; below it (model runner, sampler, KV store) no queues.
-`engine.runner.ModelExecutor` computes with torch, `engine.vllm.executor.VllmExecutor` on vLLM's ranks;
-`engine.fake.FakeExecutor` computes a hash of the pages.
+`engine.runner.ModelExecutor` computes with torch; `engine.fake.FakeExecutor` computes a hash of the pages.
 """
 
 from array import array

@@ -2,7 +2,8 @@
 
 The KV of a token is 8 bytes: a hash of the token and its position. The next token is a hash over the KV *found in the
 pages* of all earlier positions, through the block table. So a wrong page, a missed copy-on-write, a corrupt transfer
-or an off-by-one slot changes the answer, as in a real model. Scheduler, block pool and protocol are real.
+or an off-by-one slot changes the answer, as in a real model. Scheduler, block pool and protocol are real. With a
+window, the KV is in window pages, too, and that of the latest tokens is read there.
 
 As on a device, a launched step is computed later: when its results are requested, on the pages as they are then. So a
 page that is given away while a step in flight may still use it changes the answer too.
@@ -13,22 +14,20 @@ import os
 import threading
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
-from common.ids import BlockId
 from common.sampling import SamplingParams
 from common.tokens import TokenArray
 from engine.executor import Sampled, ScheduledSequence, StepResult
-from engine.fake_model import HIDDEN_SIZE, U64, choose, context_state, hidden_state, made_up_logprobs, token_kv
-from engine.grammar import Allowed
-from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, KvStore, check_ids
-from engine.shared_memory import allocate_region
+from engine.fake_model import HIDDEN_SIZE, choose, context_state, hidden_state, made_up_logprobs, token_kv
+from engine.fake_pages import FakeKvStore, FakeWindow
+from engine.kv_store import KvStore
+from engine.text.grammar import Allowed
 from engine.work import StepFloors
 
 FAULTS_ENV = "KVRELAY_FAKE_FAULTS"
@@ -47,80 +46,6 @@ class FaultToken(enum.IntEnum):
     """The step fails."""
 
 
-def fake_shape(block_size: int) -> KvShape:
-    """Return the shape of the fake's blocks: 8 bytes per token."""
-    return KvShape(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=4,
-        block_size=block_size,
-        dtype="uint8",
-        row_bytes=4,
-        fingerprint=f"fake-v1-{block_size}",
-    )
-
-
-class FakeKvStore:
-    """Pages of the fake engine: uint64 [num_blocks, block_size] in shareable memory."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.shape = fake_shape(block_size)
-        self.num_blocks = num_blocks
-        self.device_sharing: DeviceSharing | None = None
-        memory, self.shared_region = allocate_region(num_blocks * self.shape.block_bytes)
-        self._pages = self._view(memoryview(memory), num_blocks)
-        self.queue: deque[Callable[[], None]] = deque()
-        """Launched work that is not computed yet, in order."""
-
-    def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
-        """Return a copy of the blocks' bytes."""
-        return memoryview(self._pages[list(block_ids)].tobytes())
-
-    def write_blocks(self, block_ids: Seq[BlockId], data: memoryview) -> None:
-        """Fill blocks from bytes."""
-        values = np.frombuffer(data, dtype="<u8")
-        self._pages[list(block_ids)] = values.reshape(len(block_ids), self.shape.block_size)
-
-    def copy_block(self, source: BlockId, target: BlockId) -> None:
-        """Copy one block, after the steps launched so far."""
-
-        def copy() -> None:
-            self._pages[target] = self._pages[source]
-
-        self.queue.append(copy)
-
-    def map_peer(self, region: memoryview, num_blocks: int) -> "FakePeerPages":
-        """Interpret another process's region as pages. Raises LayoutMismatch when its size is wrong."""
-        self.shape.check_region(region.nbytes, num_blocks)
-        return FakePeerPages(self._view(region, num_blocks))
-
-    def write_token(self, block_table: Seq[int], position: int, value: int) -> None:
-        """Store one token's KV."""
-        size = self.shape.block_size
-        self._pages[block_table[position // size], position % size] = value
-
-    def gather(self, block_table: Seq[int], num_tokens: int) -> U64:
-        """Return the KV of the first tokens, uint64 [num_tokens]."""
-        num_blocks = -(-num_tokens // self.shape.block_size)
-        return self._pages[list(block_table[:num_blocks])].reshape(-1)[:num_tokens]
-
-    def _view(self, region: memoryview, num_blocks: int) -> U64:
-        pages = np.frombuffer(region[:-NONCE_BYTES], dtype="<u8")
-        return pages.reshape(num_blocks, self.shape.block_size)
-
-
-class FakePeerPages:
-    """Another fake engine's pages, read-only."""
-
-    def __init__(self, pages: U64) -> None:
-        self._pages = pages
-
-    def read_blocks(self, block_ids: Seq[int]) -> memoryview:
-        """Return a copy of the blocks' bytes. Raises LayoutMismatch for a bad id."""
-        check_ids(block_ids, len(self._pages))
-        return memoryview(self._pages[list(block_ids)].tobytes())
-
-
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """A scheduled sequence, and copies of its data that change after the launch."""
@@ -130,7 +55,8 @@ class _Chunk:
     token_index: int
     token_ids: TokenArray
     """Tokens of the chunk, and the next one if it is known; empty when the input is pending."""
-    block_table: "array[int]"
+    pages: list[int]
+    """Those of the block table, `with_windows`."""
     allowed: list[Allowed] | None
     """Tokens that its grammar allows next, and behind each drafted one; None without one."""
     branches: "list[_Chunk]"
@@ -138,7 +64,7 @@ class _Chunk:
     first_pooled: int | None
 
     @classmethod
-    def of(cls, item: ScheduledSequence) -> "_Chunk":
+    def of(cls, item: ScheduledSequence, store: FakeKvStore) -> "_Chunk":
         sequence = item.sequence
         start = sequence.num_computed
         known = sequence.token_ids[start : start + item.num_new_tokens + 1]
@@ -146,7 +72,7 @@ class _Chunk:
 
         def chunk(draft: TokenArray, table: "array[int]", branches: "list[_Chunk]") -> "_Chunk":
             allowed = sequence.allowed(draft) if item.num_samples else None
-            return cls(item, start, index, known + draft, table[:], allowed, branches, pooled)
+            return cls(item, start, index, known + draft, store.with_windows(table), allowed, branches, pooled)
 
         pairs = zip(item.branches, item.paths, strict=True)
         branches = [chunk(path, branch.block_table, []) for branch, path in pairs]
@@ -195,10 +121,10 @@ class FakeStep:
             _commit(token_ids[: end - chunk.start])
         for position in range(chunk.start, end):
             value = token_kv(token_ids[position - chunk.start], position)
-            self._store.write_token(chunk.block_table, position, value)
+            self._store.write_token(chunk.pages, position, value)
         result = StepResult(sampled=[], prompt_logprobs=[])
         if item.num_samples:
-            contexts = [self._store.gather(chunk.block_table, end - i) for i in range(len(item.draft), -1, -1)]
+            contexts = [self._store.gather(chunk.pages, end - i) for i in range(len(item.draft), -1, -1)]
             first, *others = map(context_state, contexts)
             result.sampled = [_sample(chunk, first, sample=j) for j in range(item.num_samples)]
             result.sampled += [_sample(chunk, state, num_drafted=i) for i, state in enumerate(others, 1)]
@@ -207,23 +133,20 @@ class FakeStep:
         num_top = chunk.sampling.num_prompt_logprobs
         if num_top is not None:
             for position in range(chunk.start, min(end, item.sequence.num_prompt_tokens - 1)):
-                state = context_state(self._store.gather(chunk.block_table, position + 1))
+                state = context_state(self._store.gather(chunk.pages, position + 1))
                 result.prompt_logprobs.append(made_up_logprobs(state, token_ids[position + 1 - chunk.start], num_top))
         if chunk.first_pooled is not None:
             ends = range(chunk.start + chunk.first_pooled + 1, end + 1)
-            rows = [hidden_state(self._store.gather(chunk.block_table, each)) for each in ends]
+            rows = [hidden_state(self._store.gather(chunk.pages, each)) for each in ends]
             result.pooled = np.sum(rows, axis=0, dtype=np.float32)
         return result
 
     def _branch(self, path: _Chunk, depth: int) -> list[Sampled]:
         """Write a branch's pages; return the tokens sampled behind those that only it has."""
         for position, token_id in enumerate(path.token_ids, path.start):
-            self._store.write_token(path.block_table, position, token_kv(token_id, position))
+            self._store.write_token(path.pages, position, token_kv(token_id, position))
         contexts = ((i, path.start + 1 + i) for i in range(depth + 1, len(path.token_ids)))
-        return [
-            _sample(path, context_state(self._store.gather(path.block_table, end)), num_drafted=i)
-            for i, end in contexts
-        ]
+        return [_sample(path, context_state(self._store.gather(path.pages, end)), num_drafted=i) for i, end in contexts]
 
 
 def _walked(item: ScheduledSequence, result: StepResult) -> StepResult:
@@ -272,11 +195,17 @@ class FakeExecutor:
         self._step_s = step_s
         self._last: FakeStep | None = None
 
+    def add_window(self, window: FakeWindow) -> None:
+        """Give the model a layer with a window. Before it gets an engine; its steps then run one after the other."""
+        self.kv = self._store = FakeKvStore(self.kv.num_blocks, self.kv.shape.block_size, window)
+        self.max_steps_in_flight = 1
+
     def launch(self, batch: Seq[ScheduledSequence]) -> FakeStep:
         """Queue the step."""
         now_s = time.monotonic()
         begin_s = now_s if self._last is None else max(now_s, self._last.ready_s)
-        self._last = FakeStep(self._store, [_Chunk.of(item) for item in batch], self._last, begin_s + self._step_s)
+        chunks = [_Chunk.of(item, self._store) for item in batch]
+        self._last = FakeStep(self._store, chunks, self._last, begin_s + self._step_s)
         self._store.queue.append(self._last.compute)
         return self._last
 

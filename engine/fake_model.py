@@ -11,8 +11,8 @@ from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.sampling import SamplingParams
 from engine.beams import num_candidates
 from engine.executor import Hidden, Logprobs, Sampled
-from engine.grammar import Allowed
-from engine.noise import noise_key
+from engine.sampling.noise import noise_key
+from engine.text.grammar import Allowed
 
 U64 = npt.NDArray[np.uint64]
 HIDDEN_SIZE = 16

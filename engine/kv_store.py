@@ -1,8 +1,9 @@
 """The seam between the KV plane and pages: the shape of a block, and where other processes find the pages."""
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
@@ -22,30 +23,65 @@ class KvShape:
     dtype: str
     """Name of the pages' format, such as "bfloat16" or "int8"."""
     row_bytes: int
-    """Bytes of one token's key, or value, of one head, with its scales."""
+    """Bytes of one token's row of one head, with its scales."""
     fingerprint: str
     """Hash of the model weights, the dtype and all fields above."""
+    parts_per_layer: int = 2
+    """Rows of a token, layer and head: its key and its value; 1: a latent row, which is both."""
+    windowed: "WindowedLayers | None" = None
+    """Layers whose keys and values have pages of their own; None: every layer's are in the blocks."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
+        """Rows of one token, all layers."""
+        return self.num_parts * self.num_kv_heads * self.row_bytes
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a block: one layer's keys, values or latent rows each."""
+        return self.num_layers * self.parts_per_layer
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block on the wire, contiguous: [num_layers, 2], each [block_size, num_kv_heads] rows."""
-        return self.bytes_per_token * self.block_size
+        """Bytes of a block on the wire, contiguous: [parts], each [block_size, num_kv_heads] rows."""
+        return (self.num_parts - self.num_windowed_parts) * self.part_bytes
+
+    @property
+    def window_page_bytes(self) -> int:
+        """Bytes of a window page, likewise; 0 where no layer has any."""
+        return self.num_windowed_parts * self.part_bytes
+
+    @property
+    def num_windowed_parts(self) -> int:
+        """Parts of the layers with window pages."""
+        return 0 if self.windowed is None else len(self.windowed.layers) * self.parts_per_layer
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one part of a page."""
+        return self.num_kv_heads * self.row_bytes * self.block_size
 
     def check_data(self, data: memoryview, num_blocks: int) -> None:
         """Raise LayoutMismatch unless `data` holds exactly `num_blocks` blocks."""
         if data.nbytes != num_blocks * self.block_bytes:
             raise LayoutMismatch(f"{num_blocks} blocks take {num_blocks * self.block_bytes} bytes, not {data.nbytes}")
 
-    def check_region(self, size_bytes: int, num_blocks: int) -> None:
-        """Raise LayoutMismatch unless a region has room for exactly `num_blocks` blocks and a nonce."""
+    def check_region(self, size_bytes: int, num_blocks: int) -> int:
+        """Return the window pages of a region of `num_blocks` blocks and a nonce. Raises LayoutMismatch."""
         expected = num_blocks * self.block_bytes + NONCE_BYTES
-        if size_bytes != expected:
+        num_pages = max(0, size_bytes - expected) // self.window_page_bytes if self.windowed else 0
+        if size_bytes != expected + num_pages * self.window_page_bytes:
             raise LayoutMismatch(f"a region of {num_blocks} blocks has {size_bytes} bytes, expected {expected}")
+        return num_pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowedLayers:
+    """Layers that see the latest tokens only."""
+
+    layers: tuple[int, ...]
+    num_tokens: int
+    """Window of all of them: tokens that a token attends to, itself included."""
 
 
 def check_ids(block_ids: Seq[int], num_blocks: int) -> None:
@@ -106,7 +142,11 @@ class DeviceSharing(Protocol):
 
 
 class KvStore(Protocol):
-    """The pages' bytes. Reads and writes of blocks that the caller holds are safe from any thread."""
+    """The pages' bytes. Reads and writes of blocks that the caller holds are safe from any thread.
+
+    Window pages are read and written like blocks, whose ids theirs follow: page i is number num_blocks + i. One call
+    names pages of one kind.
+    """
 
     shape: KvShape
     num_blocks: int
@@ -130,6 +170,27 @@ class KvStore(Protocol):
     def map_peer(self, region: memoryview, num_blocks: int) -> "PeerPages":
         """Interpret another process's region (same shape) as pages. Raises LayoutMismatch when its size is wrong."""
         ...
+
+
+def page_bytes_of(store: KvStore, page_ids: Seq[int]) -> int:
+    """Return the bytes of each of these pages."""
+    is_window = has_windows(store) and page_ids and page_ids[0] >= store.num_blocks
+    return store.shape.window_page_bytes if is_window else store.shape.block_bytes
+
+
+class WindowedKvStore(Protocol):
+    """A `KvStore` with window pages."""
+
+    shape: KvShape
+    num_blocks: int
+    num_window_pages: int
+    window_page_of: "array[int]"
+    """Window page of each block, -1 for none. Changed by the engine's bookkeeping."""
+
+
+def has_windows(store: KvStore) -> TypeGuard[WindowedKvStore]:
+    """Return whether a store has window pages."""
+    return store.shape.windowed is not None
 
 
 class PeerPages(Protocol):

@@ -1,9 +1,8 @@
 """Makes an executor from options: loads a model, and chooses kernels for the model and the machine.
 
 native architecture, CPU     ModelExecutor: our decoder on compiled kernels, else on torch's
-native architecture, CUDA    CudaExecutor (`engine.cuda.loading`)
+native architecture, CUDA    CudaExecutor (`engine.cuda.loading`); mixtures of experts are none there
 any other architecture       ModelExecutor: transformers computes, on our pages
-`model.engine: vllm`         VllmExecutor (`engine.vllm.loading`): vLLM computes, on our pages
 """
 
 import logging
@@ -14,25 +13,28 @@ from typing import Literal
 
 import torch
 
+from engine.device.memory import NoRoomForPages, host_kv_bytes, measure_host
 from engine.draft_layer import LayerExecutor
 from engine.executor import Executor
-from engine.floors import measure_floors
-from engine.kv_cache import TorchKvStore, kv_shape, num_blocks_for_budget
-from engine.memory import NoRoomForPages, host_kv_bytes, measure_host
-from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel
+from engine.kv_store import has_windows
 from engine.model.decoder import Decoder
 from engine.model.eagle_checkpoint import DraftedModel, mtp_bytes, read_eagle, read_mtp
-from engine.model.heads import DraftHeads
+from engine.model.floors import measure_floors
 from engine.model.loader import load_weights
-from engine.model.precision import dtype_name
+from engine.ops.cpu.draw import compiled_draw
 from engine.ops.cpu.linear import packer
 from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
 from engine.ops.interface import StepOps
-from engine.ops.select import choose_cpu_kernels, load_cpu_kernels, quantize_and_pack
+from engine.ops.select import choose_cpu_kernels, load_cpu_kernels, load_draw_kernel, quantize_and_pack
 from engine.options import EngineOptions, ModelDescription
+from engine.pages.kv_cache import TorchKvStore, kv_shape, num_blocks_for_budget
+from engine.pages.window_pages import num_pages_beside
 from engine.runner import KeptStates, ModelExecutor
 from engine.speculation.eagle import MAX_STATES, EagleDrafter
 from engine.speculation.heads import HeadsDrafter
+from engine.weights.config import DecoderConfig, TransformersConfig, UnsupportedModel
+from engine.weights.heads import DraftHeads
+from engine.weights.precision import dtype_name, resolve_device
 
 __all__ = ["load_draft_heads", "load_draft_layer", "load_executor", "mtp_bytes"]
 
@@ -44,12 +46,9 @@ def load_executor(options: EngineOptions) -> Executor:
 
     Raises UnsupportedModel, or NoRoomForPages when the pages do not fit into memory.
     """
-    if options.runner == "vllm":
-        from engine.vllm.loading import load_vllm_executor
-
-        return load_vllm_executor(options)
     started_s = time.monotonic()
-    model = ModelDescription.read(options)
+    may_have_window_pages = options.may_have_window_pages and resolve_device(options.device).type == "cpu"
+    model = ModelDescription.read(options, may_have_window_pages=may_have_window_pages)
     _check_fixed_pages(model, options)
     if isinstance(model.config, TransformersConfig):
         executor = _load_foreign(model, model.config, options)
@@ -122,10 +121,11 @@ def _load_native(model: ModelDescription, config: DecoderConfig, options: Engine
     choice = choose_cpu_kernels(weights, kernels)
     store = _make_store(model, options)
     ops = choice.bind(config, store)
+    draw_kernel = None if kernels is None else compiled_draw(kernels)
     floors = measure_floors(config, model.shape, weight_bytes=weight_bytes, dtype=model.dtype, device=model.device)
     if isinstance(ops, CpuOps) and can_run(weights):
-        return ModelExecutor(CpuDecoder(config, weights, ops.kernels), store, ops, model.info, floors)
-    return ModelExecutor[StepOps](Decoder(config, weights), store, ops, model.info, floors)
+        return ModelExecutor(CpuDecoder(config, weights, ops.kernels), store, ops, model.info, floors, draw_kernel)
+    return ModelExecutor[StepOps](Decoder(config, weights), store, ops, model.info, floors, draw_kernel)
 
 
 def _load_foreign(model: ModelDescription, config: TransformersConfig, options: EngineOptions) -> Executor:
@@ -134,18 +134,15 @@ def _load_foreign(model: ModelDescription, config: TransformersConfig, options: 
 
     decoder = load_transformers_decoder(options.model_dir, config, dtype=model.dtype, device=model.device)
     store = _make_store(model, options)
-    return ModelExecutor(decoder, store, TransformersOps(config, store), model.info)
+    draw_kernel = load_draw_kernel(model.device) if options.kernels != "torch" else None
+    return ModelExecutor(decoder, store, TransformersOps(config, store), model.info, draw_kernel=draw_kernel)
 
 
 def _make_store(model: ModelDescription, options: EngineOptions) -> TorchKvStore:
     """Return as many pages as configured, or as fit beside the weights, which are loaded already."""
-    num_blocks = options.num_blocks
-    if num_blocks is None:
-        kv_bytes = options.kv_memory_bytes
-        if kv_bytes is None:
-            kv_bytes = host_kv_bytes(measure_host(), options.memory_share)
-        num_blocks = num_blocks_for_budget(kv_bytes, model.shape)
-    return TorchKvStore(model.shape, num_blocks, device=model.device)
+    num_blocks = options.num_pages(model.shape, lambda: host_kv_bytes(measure_host(), options.memory_share))
+    num_window_pages = num_pages_beside(num_blocks, model.shape, options.max_step_tokens)
+    return TorchKvStore(model.shape, num_blocks, device=model.device, num_window_pages=num_window_pages)
 
 
 def _check_fixed_pages(model: ModelDescription, options: EngineOptions) -> None:
@@ -154,7 +151,9 @@ def _check_fixed_pages(model: ModelDescription, options: EngineOptions) -> None:
         return
     kv_bytes = options.kv_memory_bytes or 0
     if options.num_blocks is not None:
-        kv_bytes = options.num_blocks * model.shape.block_bytes
+        shape, num_blocks = model.shape, options.num_blocks
+        num_window_pages = num_pages_beside(num_blocks, shape, options.max_step_tokens)
+        kv_bytes = num_blocks * shape.block_bytes + num_window_pages * shape.window_page_bytes
     available = measure_host().available_bytes
     if kv_bytes > available:
         gib = 1 << 30
@@ -166,6 +165,7 @@ def _check_fixed_pages(model: ModelDescription, options: EngineOptions) -> None:
 
 def _log_loaded(model: ModelDescription, executor: Executor, load_s: float) -> None:
     shape, num_blocks = model.shape, executor.kv.num_blocks
+    num_window_pages = executor.kv.num_window_pages if has_windows(executor.kv) else 0
     logger.info(
         "model loaded",
         extra={
@@ -176,8 +176,9 @@ def _log_loaded(model: ModelDescription, executor: Executor, load_s: float) -> N
             "num_layers": shape.num_layers,
             "max_model_len": model.info.max_model_len,
             "kv_bytes_per_token": shape.bytes_per_token,
-            "kv_bytes": num_blocks * shape.block_bytes,
+            "kv_bytes": num_blocks * shape.block_bytes + num_window_pages * shape.window_page_bytes,
             "num_blocks": num_blocks,
+            "num_window_pages": num_window_pages,
             "block_size": shape.block_size,
             "num_kv_tokens": num_blocks * shape.block_size,
             "torch_threads": torch.get_num_threads(),

@@ -1,6 +1,7 @@
 """Options of one worker's engine, from serving.yaml, and the description of a model, from its checkpoint."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,13 +9,15 @@ from typing import Any, Literal
 import torch
 
 from common.text_files import load_eos_token_id
-from engine.kv_cache import kv_shape
-from engine.kv_format import KvDtype, check_kv_format, kv_format
+from engine.device.memory import MemoryShare
 from engine.kv_store import KvShape
-from engine.memory import MemoryShare
 from engine.model.checkpoints.checkpoint import is_gguf, quantized_by, read_config
-from engine.model.checkpoints.formats import WeightFormat, read_weight_format
-from engine.model.config import (
+from engine.model.checkpoints.formats import WeightFormat
+from engine.model.checkpoints.quantization_config import read_weight_format
+from engine.model.loader import kv_fingerprint, weight_files
+from engine.pages.kv_cache import kv_shape, num_blocks_for_budget, windowed_layers
+from engine.pages.kv_format import KvDtype, check_kv_format, kv_format
+from engine.weights.config import (
     DecoderConfig,
     TransformersConfig,
     UnsupportedModel,
@@ -23,9 +26,8 @@ from engine.model.config import (
     parse_config,
     read_json,
 )
-from engine.model.loader import kv_fingerprint, weight_files
-from engine.model.precision import dtype_name, resolve_device, resolve_dtype
-from engine.model.quantize import QuantizationMethod, check_quantization
+from engine.weights.precision import dtype_name, resolve_device, resolve_dtype
+from engine.weights.quantize import QuantizationMethod, check_quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +55,17 @@ class EngineOptions:
     kernels: Literal["auto", "torch", "cudnn", "compile"] = "auto"
     """"torch": no compiled kernels on a CPU, even where they are available. "cudnn": attends to prompts on a GPU.
     "compile": vLLM's runner under `torch.compile`."""
-    runner: Literal["torch", "vllm"] = "torch"
-    """The engine that computes: our own decoder and transformers', or vLLM's model runner."""
+    may_have_window_pages: bool = True
+    """Whether layers with a window may have pages of their own. They need the engine's bookkeeping."""
     tensor_parallel: int = 1
     """Ranks of vLLM's process group."""
+
+    def num_pages(self, shape: KvShape, measure: Callable[[], int]) -> int:
+        """Return the configured number of pages, else as many as fit into the configured bytes or those measured."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        kv_bytes = measure() if self.kv_memory_bytes is None else self.kv_memory_bytes
+        return num_blocks_for_budget(kv_bytes, shape, max_step_tokens=self.max_step_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +96,11 @@ class ModelDescription:
     info: CheckpointInfo
 
     @classmethod
-    def read(cls, options: EngineOptions) -> "ModelDescription":
-        """Read the configuration and choose device and formats. Raises UnsupportedModel, naming what is unsupported."""
+    def read(cls, options: EngineOptions, *, may_have_window_pages: bool = False) -> "ModelDescription":
+        """Read the configuration and choose device and formats. Raises UnsupportedModel, naming what is unsupported.
+
+        `may_have_window_pages`: whether layers with a window may have pages of their own.
+        """
         files = weight_files(options.model_dir)
         raw = read_config(options.model_dir, files)
         device = resolve_device(options.device)
@@ -96,7 +108,7 @@ class ModelDescription:
         pages = kv_format(options.kv_dtype, dtype)
         config: DecoderConfig | TransformersConfig
         weight_format = None
-        if is_native(raw):
+        if is_native(raw, device.type):
             config = parse_config(raw)
             config = for_length(config, _max_model_len(config, options))
             weight_format = _read_weight_format(raw, files, options)
@@ -104,6 +116,7 @@ class ModelDescription:
             check_kv_format(pages, config, block_size=options.block_size, device=device)
         else:
             config = _read_foreign(options, dtype)
+        windowed = windowed_layers(config, _max_model_len(config, options)) if may_have_window_pages else None
         quantization = _quantization(options, weight_format, files, device)
         fingerprint = kv_fingerprint(
             config,
@@ -119,6 +132,7 @@ class ModelDescription:
             dtype=dtype,
             kv_dtype=options.kv_dtype,
             fingerprint=fingerprint,
+            windowed=windowed,
         )
         info = CheckpointInfo(
             name=options.model_name,

@@ -11,7 +11,7 @@ from common.pooling import Pooling
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
 from engine.beams import BeamSnapshot
-from engine.grammar import Grammar
+from engine.text.grammar import Grammar
 
 
 class Retention(enum.Enum):

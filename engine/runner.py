@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.executor import DoneStep, Hidden, Logprobs, ScheduledSequence, StepResult, Walk
-from engine.kv_cache import TorchKvStore
 from engine.kv_store import KvStore
-from engine.logits import position_logprobs
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
-from engine.sampler import Sampler, sampling_rows
+from engine.pages.kv_cache import TorchKvStore
+from engine.sampling.draw import DrawKernel
+from engine.sampling.logits import position_logprobs
+from engine.sampling.sampler import Sampler, sampling_rows
 from engine.work import StepFloors
 
 StepT = TypeVar("StepT")
@@ -90,6 +91,7 @@ class ModelExecutor(Generic[StepT]):
         ops: StepPreparer[StepT],
         info: CheckpointInfo,
         floors: StepFloors | None = None,
+        draw_kernel: DrawKernel | None = None,
     ) -> None:
         self.kv: KvStore = store
         self.max_model_len = info.max_model_len
@@ -107,7 +109,7 @@ class ModelExecutor(Generic[StepT]):
         self.model = model
         self._store = store
         self._ops = ops
-        self._sampler = Sampler(vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids)
+        self._sampler = Sampler(vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids, draw_kernel=draw_kernel)
         self._device = store.layers[0][0].device
         self.compiles_steps = self._device.type != "cpu"
 

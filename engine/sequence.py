@@ -11,8 +11,9 @@ from common.ids import BlockHash, BlockId
 from common.pooling import Pooling
 from common.tokens import TokenArray
 from engine.beams import Candidates
-from engine.grammar import Allowed, GrammarState
 from engine.request import EngineRequest
+from engine.text.grammar import Allowed, GrammarState
+from engine.window_ids import NO_WINDOWS, WindowIds
 
 MAX_FORCED_TOKENS = 64
 """Most tokens, of all sequences together, that are appended behind one step because grammars leave no choice. Looking
@@ -20,13 +21,33 @@ for them takes up to 0.1 ms a token, and the next step computes them beside the 
 
 
 class SequenceState(enum.Enum):
-    """State of a sequence inside one engine."""
+    """State of a sequence inside one engine.
+
+        WAITING ──▶ RUNNING ──▶ HELD ──▶ FINISHED
+          ▲ ▲          ▲ │
+          │ └──────────┼─┘   preempted
+          └─ RESERVED ─┘     a transfer has filled it; beams line up again
+
+    Every live state may also end in FINISHED.
+    """
 
     WAITING = "waiting"  # no pages; in line for admission, at the front after a preemption
     RESERVED = "reserved"  # holds pages that a transfer is filling
     RUNNING = "running"  # in the batch: prefilling or decoding
     HELD = "held"  # prefill is over; its pages are pinned for a puller
     FINISHED = "finished"  # holds nothing
+
+
+_NEXT: dict[SequenceState, frozenset[SequenceState]] = {
+    # WAITING: a new sequence lines up. RESERVED: its pages are granted at once, for a transfer to fill.
+    SequenceState.WAITING: frozenset(
+        {SequenceState.WAITING, SequenceState.RESERVED, SequenceState.RUNNING, SequenceState.FINISHED}
+    ),
+    SequenceState.RESERVED: frozenset({SequenceState.WAITING, SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.HELD, SequenceState.FINISHED}),
+    SequenceState.HELD: frozenset({SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +94,8 @@ class Sequence:
     """Indexes of the blocks that were pulled into the cache for this request."""
     landed_blocks: "array[int]" = field(default_factory=lambda: array("i"))
     """Pages of leading blocks that a pull brought or found, held while it waits for admission."""
+    landed_windows: range = range(0)
+    """Those whose window pages it needs meanwhile."""
     num_cached_tokens: int = 0
     num_expected_cached_tokens: int = 0
     """Leading tokens that the cache held at the last check, while it waits for admission."""
@@ -81,6 +104,12 @@ class Sequence:
     """Page of each block, int32, grown in place: kernels read it without a copy. An entry changes when the last block
     is copied before a write, or when an equal page that was published first takes its place; the old page stays
     unchanged until the sequence ends."""
+    window_blocks: range = range(0)
+    """Blocks of its table whose window pages it needs."""
+    awaited_windows: WindowIds = NO_WINDOWS
+    """Window pages of a reservation, those that a transfer fills included."""
+    window_quota: int = 0
+    """Window pages that are promised to it, and to the samples that will be forked from it."""
     retired_blocks: list[BlockId] = field(default_factory=list)
     """Own pages that an equal published page replaced in the block table; still held."""
     grammar_state: GrammarState | None = None
@@ -103,6 +132,11 @@ class Sequence:
             block_hashes=request.block_hashes.digests(),
             max_num_tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
         )
+
+    def enter(self, state: SequenceState) -> None:
+        """Change the state. Only the scheduler does, which keeps the lists that go with it."""
+        assert state in _NEXT[self.state], f"sequence {self.order}: {self.state.value} -> {state.value}"
+        self.state = state
 
     @property
     def num_tokens(self) -> int:
@@ -260,6 +294,7 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             num_published=self.num_published,
             block_table=self.block_table[:],
+            window_blocks=self.window_blocks,
             beams=self.beams,
         )
 

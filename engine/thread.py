@@ -16,12 +16,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from common.block_hash import BlockHashes
+from common.clock import Clock
 from common.timing import StepShape
 from engine.core import EngineCore
 from engine.events import StepReport
-from engine.group import Emitted
+from engine.executor import Executor
+from engine.interface import Engine
+from engine.steps.group import Emitted
+from engine.steps.landing import Pinned
+from engine.steps.scheduler import SchedulerLimits
+from engine.steps.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +48,8 @@ class RunningStep:
 class EngineDriver(Protocol):
     """Steps a core and runs commands on it between two steps. Call all methods on the event loop."""
 
+    core: Engine
+    """The engine. Its methods are for commands; before `start`, for anybody."""
     running_step: RunningStep | None = None
     """None while the engine is idle. Any thread."""
 
@@ -52,19 +61,19 @@ class EngineDriver(Protocol):
         """Stop after the current step."""
         ...
 
-    def post(self, command: Callable[[EngineCore], object]) -> None:
+    def post(self, command: Callable[[Engine], object]) -> None:
         """Run `command` between two steps. One that raises is a fault of the whole engine."""
         ...
 
-    async def call(self, command: Callable[[EngineCore], T]) -> T:
+    async def call(self, command: Callable[[Engine], T]) -> T:
         """Run `command` between two steps and return its result or raise its exception."""
         ...
 
-    async def acquire(self, command: Callable[[EngineCore], T], undo: Callable[[EngineCore, T], object]) -> T:
+    async def acquire(self, command: Callable[[Engine], T], undo: Callable[[Engine, T], object]) -> T:
         """Like `call`, but when the caller is cancelled before it returns, `undo` runs on the result."""
         box: list[T] = []
 
-        def run(core: EngineCore) -> T:
+        def run(core: Engine) -> T:
             box.append(command(core))
             return box[0]
 
@@ -74,28 +83,49 @@ class EngineDriver(Protocol):
             self.post(lambda core: undo(core, box[0]) if box else None)
             raise
 
+    async def pin(self, hashes: BlockHashes) -> Pinned:
+        """Hold the pages of the longest cached prefix for a puller, until `PrefixPages.unpin`.
 
-DriverFactory = Callable[[EngineCore, Callable[[StepReport], None], Callable[[Exception], None]], EngineDriver]
-"""Makes a driver of a core from `on_report` and `on_fault`."""
+        When the caller is cancelled before it returns, nothing is held.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """Surroundings of a new engine."""
+
+    limits: SchedulerLimits
+    clock: Clock
+    on_report: Callable[[StepReport], None]
+    on_fault: Callable[[Exception], None]
+    """Called when the engine is broken, or when events were lost. Some callers are no longer answered then: the owner
+    has to end the process, or every waiting caller."""
+
+
+DriverFactory = Callable[[Any, EngineSetup], EngineDriver]
+"""Makes the engine of a loaded model, of the kind that the factory is for, and its driver."""
 
 
 class EngineThread(EngineDriver):
-    """Owner of one core and its thread. Construct and use on the event loop; `start` before, `aclose` after.
-
-    `on_fault` is called on the event loop when the thread has died of an exception, or when events were lost because
-    one of them, or a report, could not be handed over. Some callers are no longer answered then: the owner has to end
-    the process, or every waiting caller.
-    """
+    """Owner of one core and its thread. Construct and use on the event loop; `start` before, `aclose` after."""
 
     def __init__(
         self, core: EngineCore, on_report: Callable[[StepReport], None], on_fault: Callable[[Exception], None]
     ) -> None:
-        self._core = core
+        """`on_report`, `on_fault`: see `EngineSetup`; both are called on the event loop."""
+        self.core: EngineCore = core
         self._on_report = on_report
         self._on_fault = on_fault
         self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @classmethod
+    def of(cls, executor: Executor, setup: EngineSetup, *, speculator: Speculator | None = None) -> "EngineThread":
+        """Return a thread for a new core that steps an executor; a `DriverFactory`."""
+        core = EngineCore(executor, setup.limits, setup.clock, speculator)
+        return cls(core, setup.on_report, setup.on_fault)
 
     def start(self) -> None:
         """Start stepping."""
@@ -130,6 +160,11 @@ class EngineThread(EngineDriver):
         self._commands.put(run)
         return await asyncio.shield(asyncio.wrap_future(done))
 
+    async def pin(self, hashes: BlockHashes) -> Pinned:
+        """See `EngineDriver`."""
+        landings = self.core.landings
+        return await self.acquire(lambda _core: landings.pin(hashes), lambda _core, pinned: landings.unpin(pinned))
+
     def _run(self) -> None:
         try:
             self._step_until_stopped()
@@ -141,7 +176,7 @@ class EngineThread(EngineDriver):
                 logger.debug("the event loop is closed; the fault is not reported")
 
     def _step_until_stopped(self) -> None:
-        core = self._core
+        core = self.core
         shape = StepShape()
         while (num_commands := self._drain(core)) is not None:
             had_work = core.has_work

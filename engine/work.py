@@ -11,22 +11,29 @@ from common.timing import StepModel, StepShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder with grouped-query attention and a gated MLP."""
+    """A decoder with grouped-query, or latent, attention and a gated MLP."""
 
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Size of a head; of latent attention, the mean of its query's and its value's."""
     intermediate_size: int
     vocab_size: int
     bytes_per_value: int = 2
     """Bytes of a weight, a KV element and an activation; 2: bf16."""
+    latent_row_size: int | None = None
+    """Values of a token's row in each layer's pages; None: it has keys and values of `num_kv_heads`."""
+    latent_weights: int = 0
+    """Weights of one layer's latent attention."""
 
     @property
     def num_layer_weights(self) -> int:
         """Weights of all layers, which every token is multiplied with, without embedding and output head."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        attention = self.latent_weights
+        if self.latent_row_size is None:
+            attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
@@ -41,8 +48,9 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
+        """Keys and values, or latent rows, of one token, all layers."""
+        num_values = self.latent_row_size or 2 * self.num_kv_heads * self.head_dim
+        return self.num_layers * num_values * self.bytes_per_value
 
     @property
     def flops_per_pair(self) -> int:

@@ -17,9 +17,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.block_hash import PrefixTokens
 from common.clock import Clock
 from common.errors import HandoffGone, InvalidRequest, KvrelayError, Overloaded
 from common.ids import BlockHash, BlockId, HandoffId, mint_handoff_id
+from engine.window_ids import NO_WINDOWS, WindowIds
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class HandoffManifest:
     num_blocks: int
     last_block_hash: BlockHash | None
     first_tokens: tuple[FirstToken, ...]
+    prefix: PrefixTokens | None = None
+    """Tokens of cached blocks, where the source's engine keeps them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +79,8 @@ class Handoff:
     """Start of the wait for the side that is missing; the lease counts from here."""
     state: HandoffState = HandoffState.EXPECTED
     block_table: tuple[BlockId, ...] = ()
+    windows: WindowIds = NO_WINDOWS
+    """Window pages at the end of the ready tokens."""
     num_ready_tokens: int = 0
     manifest: HandoffManifest | None = None
     completed_s: float | None = None
@@ -154,19 +160,31 @@ class HandoffTable:
         handoff.idle_since_s = self._clock.monotonic()
         return handoff
 
-    def grant(self, block_table: tuple[BlockId, ...], manifest: HandoffManifest, on_end: Callable[[], None]) -> Handoff:
+    def grant(
+        self,
+        block_table: tuple[BlockId, ...],
+        manifest: HandoffManifest,
+        on_end: Callable[[], None],
+        windows: WindowIds = NO_WINDOWS,
+    ) -> Handoff:
         """Return a complete handoff of pinned cached blocks. Raises Overloaded; the caller then unpins them."""
         handoff = self.attach_puller(mint_handoff_id())
         handoff.on_end = on_end
         self._advance(handoff, HandoffState.FILLING)
-        self.progress(handoff, block_table, manifest.num_tokens)
+        self.progress(handoff, block_table, manifest.num_tokens, windows)
         self.complete(handoff, manifest)
         return handoff
 
-    def progress(self, handoff: Handoff, block_table: tuple[BlockId, ...], num_tokens: int) -> None:
+    def progress(
+        self,
+        handoff: Handoff,
+        block_table: tuple[BlockId, ...],
+        num_tokens: int,
+        windows: WindowIds = NO_WINDOWS,
+    ) -> None:
         """Record that the KV of the first `num_tokens` tokens is in the pages."""
         if not handoff.is_over:
-            handoff.block_table = block_table
+            handoff.block_table, handoff.windows = block_table, windows
             handoff.num_ready_tokens = num_tokens
             handoff.notify()
 
@@ -195,11 +213,16 @@ class HandoffTable:
             self._end(handoff, HandoffState.ABORTED)
 
     def sweep(self) -> None:
-        """Abort every handoff that has waited for one of its sides longer than the time to live."""
+        """Abort every handoff that has waited for one of its sides longer than the time to live.
+
+        A prefill that computes is not waiting, whether or not its puller has come.
+        """
         now_s = self._clock.monotonic()
         for handoff in list(self._handoffs.values()):
             missing = "puller" if not handoff.has_puller else "prefill request"
-            is_waiting = not handoff.has_puller or handoff.state is HandoffState.EXPECTED
+            is_waiting = handoff.state is HandoffState.EXPECTED or (
+                handoff.state is HandoffState.COMPLETE and not handoff.has_puller
+            )
             if is_waiting and now_s - handoff.idle_since_s > self._lease_ttl_s:
                 self.num_expired += 1
                 logger.warning("handoff %s expired: no %s", handoff.handoff_id, missing)

@@ -28,8 +28,6 @@ from kvrelay.v1 import kv_transfer_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-_MEASURED = ("shm", "grpc")
-"""Transports that can pull from their own process."""
 _MAX_BYTES = 32 << 20
 _MIN_BYTES = 1 << 20
 """Bytes below which latency is most of a pull: no rate is reported then."""
@@ -47,7 +45,7 @@ async def measure_link_rates(config: TransferConfig, store: KvStore, *, engine: 
     if num_blocks * store.shape.block_bytes < _MIN_BYTES:
         return rates
     for name in config.transports:
-        if name not in _MEASURED or (name == "shm" and store.shared_region is None):
+        if not TRANSPORTS[name].pulls_from_itself or (name == "shm" and store.shared_region is None):
             continue
         try:
             transport = TRANSPORTS[name](store, config)

@@ -16,8 +16,9 @@ from common.clock import Clock
 from common.errors import KvIncomplete, WorkerLost, from_rpc_error
 from common.ids import BlockId, Epoch, WorkerId
 from common.rpc import is_cancelled
+from engine.device.shared_memory import host_id
 from engine.kv_store import KvStore
-from engine.shared_memory import host_id
+from engine.window_ids import NO_WINDOWS, WindowIds
 from kv_transfer.handoff import HandoffManifest
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.transports.transport import PeerLife, PullTarget, Transport
@@ -37,8 +38,18 @@ class PullPlan:
     """Our own pages, one per wanted block."""
     first_block: int
     """Blocks before this one are here already."""
+    windows: WindowIds = NO_WINDOWS
+    """Our own window pages at the end of the wanted blocks."""
     ticket: str
     """Signed right to pull it."""
+
+    def target(self) -> PullTarget:
+        """Return the pages to fill: blocks and window pages behind those that are here."""
+        num_blocks, num_windows = len(self.block_table), len(self.windows.ids)
+        num_present = min(num_windows, max(0, self.first_block - self.windows.first_block))
+        missing = {*range(self.first_block, num_blocks)}
+        missing.update(range(num_blocks + num_present, num_blocks + num_windows))
+        return PullTarget(self.block_table + self.windows.ids, missing)
 
     @property
     def life(self) -> PeerLife:
@@ -119,7 +130,7 @@ class KvPuller:
             self._watch(plan.life, channel)
             await call.write(pb.FetchBlocksRequest(open=opened))
             pulled = await self._receive(plan, offered, call)
-            self._tell(plan, pulled, self._clock.monotonic() - started_s)
+            self._note_pull(plan, pulled, self._clock.monotonic() - started_s)
             await call.write(pb.FetchBlocksRequest(ack=pb.AckFetch()))
             await call.done_writing()
             await call.read()  # until the serving side has released the lease
@@ -165,7 +176,8 @@ class KvPuller:
         offered: tuple[Transport, ...],
         call: "grpc.aio.StreamStreamCall[pb.FetchBlocksRequest, pb.FetchBlocksResponse]",
     ) -> Pulled:
-        target = PullTarget(plan.block_table, set(range(plan.first_block, len(plan.block_table))))
+        target = plan.target()
+        num_window_pages = sum(1 for index in target.missing if index >= len(plan.block_table))
         times = _Times(self._clock)
         transport: Transport | None = None
         async with AsyncExitStack() as held:
@@ -188,7 +200,8 @@ class KvPuller:
                     case other:
                         raise KvIncomplete(f"unexpected {other} in the transfer of {plan.wanted}")
         num_blocks = max(0, manifest.num_blocks - plan.first_block)
-        kv_bytes = num_blocks * self._store.shape.block_bytes
+        shape = self._store.shape
+        kv_bytes = num_blocks * shape.block_bytes + num_window_pages * shape.window_page_bytes
         self._on_bytes(transport.number, kv_bytes)
         return Pulled(
             manifest=manifest,
@@ -200,7 +213,7 @@ class KvPuller:
             idle_s=times.idle_s,
         )
 
-    def _tell(self, plan: PullPlan, pulled: Pulled, elapsed_s: float) -> None:
+    def _note_pull(self, plan: PullPlan, pulled: Pulled, elapsed_s: float) -> None:
         if not pulled.num_blocks:
             return
         if isinstance(plan.wanted, WantedBlocks):

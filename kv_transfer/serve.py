@@ -8,7 +8,6 @@ pinned between two engine steps, and then served as a complete handoff.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +21,10 @@ from common.rpc import error_boundary
 from common.trust.credentials import Credentials
 from common.trust.guard import caller
 from common.trust.tickets import PullRight, check_ticket, of_blocks, of_handoff
-from common.wire import message_of
-from engine.core import EngineCore
-from engine.kv_store import KvShape, KvStore
+from common.wire import message_of, pack_tokens
+from engine.kv_store import KvShape, KvStore, page_bytes_of
 from engine.thread import EngineDriver
+from engine.window_ids import NO_WINDOWS
 from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.transports.transport import Transport
@@ -107,19 +106,22 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         if engine is None:
             raise InvalidRequest("is empty, and there are no cached blocks here; name a handoff", field="handoff_id")
         hashes = self._hashes(opened)
-        block_ids = await engine.acquire(lambda core: core.landings.pin(hashes), _unpin)
+        pinned = await engine.pin(hashes)
 
         def unpin() -> None:
-            engine.post(lambda core: core.landings.unpin(block_ids))
+            engine.post(lambda core: core.landings.unpin(pinned))
 
         manifest = HandoffManifest(
-            num_tokens=len(block_ids) * self._store.shape.block_size,
-            num_blocks=len(block_ids),
-            last_block_hash=hashes[len(block_ids) - 1] if block_ids else None,
+            num_tokens=len(pinned.block_ids) * self._store.shape.block_size,
+            num_blocks=len(pinned.block_ids),
+            last_block_hash=hashes[len(pinned.block_ids) - 1] if pinned.block_ids else None,
             first_tokens=(),
+            prefix=pinned.prefix,
         )
         try:
-            return self._table.grant(block_ids, manifest, unpin)
+            # A puller that gets fewer blocks than it wants has no room for the windows of these.
+            windows = pinned.windows if len(pinned.block_ids) == len(hashes) else NO_WINDOWS
+            return self._table.grant(pinned.block_ids, manifest, unpin, windows)
         except Overloaded:
             unpin()
             raise
@@ -151,9 +153,12 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             handoff.raise_if_aborted()
             ready = handoff.num_ready_blocks
             if ready > next_block:
-                await self._send(handoff, next_block, ready, transport, context)
+                await self._send(handoff, handoff.block_table[next_block:ready], next_block, transport, context)
                 next_block = ready
             elif handoff.manifest is not None:
+                num_present = max(0, opened.first_block - handoff.windows.first_block)
+                missing = handoff.windows.ids[num_present:]
+                await self._send(handoff, missing, len(handoff.block_table) + num_present, transport, context)
                 break
             else:
                 await handoff.changed()
@@ -162,29 +167,31 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     async def _send(
         self,
         handoff: Handoff,
-        start: int,
-        stop: int,
+        page_ids: tuple[BlockId, ...],
+        first_index: int,
         transport: Transport,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """Send blocks [start, stop) of the sequence."""
+        """Send pages of one kind, the first of which has this index among the sequence's blocks, then window pages."""
+        if not page_ids:
+            return
         loop = asyncio.get_running_loop()
-        block_bytes = self._store.shape.block_bytes
-        stride = max(1, _READ_BYTES // block_bytes) if transport.reads_pages else stop - start
-        for first in range(start, stop, stride):
-            block_ids = handoff.block_table[first : min(first + stride, stop)]
+        page_bytes = page_bytes_of(self._store, page_ids)
+        stride = max(1, _READ_BYTES // page_bytes) if transport.reads_pages else len(page_ids)
+        for first in range(0, len(page_ids), stride):
+            some = page_ids[first : first + stride]
             if transport.reads_pages:
-                messages = await loop.run_in_executor(None, transport.seal, first, block_ids)
+                messages = await loop.run_in_executor(None, transport.seal, first_index + first, some)
                 handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
             else:
-                messages = transport.seal(first, block_ids)
+                messages = transport.seal(first_index + first, some)
             try:
                 async with asyncio.timeout(self._settings.lease_ttl_s):
                     for message in messages:
                         await context.write(message)
             except TimeoutError:
                 raise HandoffGone("the puller has stopped reading") from None
-            self._on_bytes(transport.number, len(block_ids) * block_bytes)
+            self._on_bytes(transport.number, len(some) * page_bytes)
 
     def _manifest(self, handoff: Handoff) -> pb.Manifest:
         manifest = handoff.manifest
@@ -195,6 +202,8 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             last_block_hash=manifest.last_block_hash or b"",
             first_tokens=[message_of(pb.ManifestToken, token) for token in manifest.first_tokens],
             age_s=self._table.age_s(handoff),
+            tokens=pack_tokens(manifest.prefix.token_ids) if manifest.prefix is not None else b"",
+            hash_root=manifest.prefix.root if manifest.prefix is not None else b"",
         )
 
     async def _await_ack(self, requests: AsyncIterator[pb.FetchBlocksRequest]) -> None:
@@ -213,10 +222,6 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:
     """Return the message for the shape of a block."""
     return message_of(worker_pb2.KvLayout, shape)
-
-
-def _unpin(core: EngineCore, block_ids: Seq[BlockId]) -> None:
-    core.landings.unpin(block_ids)
 
 
 def check_by(credentials: Credentials) -> CheckPull:

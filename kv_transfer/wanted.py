@@ -3,9 +3,10 @@
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from common.block_hash import BlockHashes
+from common.block_hash import BlockHashes, PrefixTokens
 from common.errors import KvIncomplete
-from common.ids import BlockHash, HandoffId
+from common.ids import BlockHash, HandoffId, HashRoot
+from common.tokens import TOKEN_BYTES, tokens_from_bytes
 from kv_transfer.handoff import FirstToken, HandoffManifest
 from kvrelay.v1 import kv_transfer_pb2 as pb
 
@@ -70,7 +71,8 @@ class WantedBlocks:
         num_blocks = manifest.num_blocks
         if num_blocks > len(self.hashes):
             raise KvIncomplete(f"the manifest has {num_blocks} blocks; {self} were asked for")
-        num_absent = sum(1 for i in missing if i < num_blocks)
+        is_whole = num_blocks == len(self.hashes)  # then their window pages come, too
+        num_absent = sum(1 for i in missing if i < num_blocks or is_whole)
         if num_absent:
             raise KvIncomplete(f"{num_absent} of {num_blocks} blocks are missing")
         last_hash = self.hashes[num_blocks - 1] if num_blocks else None
@@ -78,8 +80,22 @@ class WantedBlocks:
         if (manifest.num_tokens, manifest.last_block_hash, len(manifest.first_tokens)) != expected:
             raise KvIncomplete(f"the manifest of {self} does not match its {num_blocks} blocks")
         return HandoffManifest(
-            num_tokens=manifest.num_tokens, num_blocks=num_blocks, last_block_hash=last_hash, first_tokens=()
+            num_tokens=manifest.num_tokens,
+            num_blocks=num_blocks,
+            last_block_hash=last_hash,
+            first_tokens=(),
+            prefix=self._prefix(manifest),
         )
+
+    def _prefix(self, manifest: pb.Manifest) -> PrefixTokens | None:
+        if not manifest.tokens:
+            return None
+        if len(manifest.tokens) != TOKEN_BYTES * manifest.num_tokens:
+            raise KvIncomplete(f"the manifest of {self} has {len(manifest.tokens)} bytes of tokens")
+        prefix = PrefixTokens(token_ids=tokens_from_bytes(manifest.tokens), root=HashRoot(manifest.hash_root))
+        if not prefix.matches(self.hashes[: manifest.num_blocks], block_size=self.block_size):
+            raise KvIncomplete(f"the manifest of {self} has the tokens of other blocks")
+        return prefix
 
 
 Wanted = WantedHandoff | WantedBlocks

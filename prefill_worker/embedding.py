@@ -17,9 +17,10 @@ import grpc
 
 from common.tracing import Stages
 from common.wire import pack_floats
-from engine.core import EngineCore
 from engine.events import Embedded, EngineEvent, Failed, Started
+from engine.interface import Engine
 from engine.request import EngineRequest
+from engine.steps.group import Group
 from kvrelay.v1 import prefill_pb2 as pb
 from kvrelay.v1 import sequence_pb2
 from worker.runtime import WorkerRuntime
@@ -48,7 +49,7 @@ async def embed(
     try:
         await _follow(spec, events, context, stages)
     finally:
-        runtime.engine.post(partial(EngineCore.cancel, group=group))
+        runtime.engine.post(partial(cancel, group=group))
 
 
 async def _follow(spec: EngineRequest, events: "asyncio.Queue[EngineEvent]", context: Context, stages: Stages) -> None:
@@ -65,6 +66,11 @@ async def _follow(spec: EngineRequest, events: "asyncio.Queue[EngineEvent]", con
                 return
             case Failed() as failed:
                 raise failed.error
+
+
+def cancel(core: Engine, group: Group) -> None:
+    """Free everything that a request holds in the engine."""
+    core.cancel(group)
 
 
 def started_to_proto(started: Started, *, compile_s: float = 0.0) -> pb.PrefillStarted:

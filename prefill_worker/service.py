@@ -23,14 +23,13 @@ from common.errors import HandoffGone, KvrelayError
 from common.ids import HandoffId
 from common.rpc import error_boundary
 from common.tracing import Stages
-from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, PrefillProgress, Started, Tokens
-from engine.group import Group
 from engine.request import EngineRequest
+from engine.steps.group import Group
 from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest
 from kvrelay.v1 import prefill_pb2 as pb
 from kvrelay.v1 import prefill_pb2_grpc, sequence_pb2
-from prefill_worker.embedding import embed, started_to_proto
+from prefill_worker.embedding import cancel, embed, started_to_proto
 from worker.output import OutputStreams, prompt_logprobs_to_proto
 from worker.runtime import WorkerRuntime
 from worker.serving import Plane, PlaneService
@@ -79,7 +78,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
 
         def cancel_granted() -> None:
             for group in granted:
-                runtime.engine.post(partial(EngineCore.cancel, group=group))
+                runtime.engine.post(partial(cancel, group=group))
 
         # Before the engine is asked: from now on the lease cannot expire for lack of a prefill.
         handoff = runtime.handoffs.begin(handoff_id, cancel_granted)
@@ -123,7 +122,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                     compile_s = self._runtime.grammars.take_spent_s(spec.hash_root)
                     await context.write(pb.PrefillResponse(started=started_to_proto(started, compile_s=compile_s)))
                 case PrefillProgress() as progress:
-                    handoffs.progress(handoff, progress.block_table, progress.num_computed_tokens)
+                    handoffs.progress(handoff, progress.block_table, progress.num_computed_tokens, progress.windows)
                     stages.note(num_computed_tokens=progress.num_computed_tokens)
                     if progress.num_computed_tokens < num_tokens:
                         stages.enter("chunk")

@@ -6,7 +6,7 @@ from common.config import ServingConfig, load_config
 from common.log import setup_logging
 from common.model_files import resolve_model
 from common.ports import names_of
-from common.service_process import parse_service_args, run_service, service_parser, told_failures
+from common.service_process import parse_service_args, reported_failures, run_service, service_parser
 from common.trust.credentials import Credentials
 from router.server import RunningRouter, start_router
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, default=0, help="number of this router; added to the ports of the file")
     args = parse_service_args(parser)
     setup_logging(f"router-{args.index}")
-    with told_failures():
+    with reported_failures():
         config = load_config(args.config).for_router(args.index)
         model_dir = _model_dir(config)
         host = config.router.host if args.host is None else args.host

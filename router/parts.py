@@ -14,14 +14,15 @@ from router.fleet.silence import HEARTBEAT_S, SilenceWatch
 from router.line.admission import Admission
 from router.line.fair_queue import FairQueue
 from router.line.line import Line
+from router.line.wait import Wait
 from router.observe.alarms import Alarms
 from router.observe.history import History
 from router.observe.metrics import RouterMetrics, TenantMetrics
 from router.observe.planner_report import PlannerReport
+from router.placement.answer_pool import AnswerPool
 from router.placement.plans import PolicyFactory, PolicySettings
 from router.placement.policies.predictive import Predictive
 from router.placement.policies.registry import POLICIES
-from router.record.ticket import QueuedRequest
 from router.requests.orchestrator import Orchestrator
 
 
@@ -51,7 +52,7 @@ class Substitutes:
 
     policy: PolicyFactory | None = None
     """Makes the policy; None: the configured one."""
-    queue: type[FairQueue[QueuedRequest]] = FairQueue
+    queue: type[FairQueue[Wait]] = FairQueue
     """The order of the line."""
 
 
@@ -96,11 +97,11 @@ def build_router(
         clock=clock,
         max_wait_s=config.max_prefill_wait_s,
     )
-    queue = substitutes.queue(late_share=config.late_share)
+    queues = {pool: substitutes.queue(late_share=config.late_share) for pool in AnswerPool}
     admission = Admission(
-        fleet=fleet, queue=queue, clock=clock, max_queued=config.max_queued, metrics=TenantMetrics(metrics.registry)
+        fleet=fleet, queues=queues, clock=clock, max_queued=config.max_queued, metrics=TenantMetrics(metrics.registry)
     )
-    line = Line(admission=admission, queue=queue, chooser=chooser, fleet=fleet, clock=clock)
+    line = Line(admission=admission, queues=queues, chooser=chooser, fleet=fleet, clock=clock)
     orchestrator = Orchestrator(
         fleet=fleet,
         line=line,

@@ -32,7 +32,7 @@ from common.watchdog import Watchdog
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
 from router.diagnosis.status import StatusReporter
 from router.doors.arrivals import Arrivals
-from router.doors.doorkeeper import make_block_key, make_doorkeeper
+from router.doors.authentication import make_authenticator, make_block_key
 from router.doors.front_door import FrontDoor
 from router.doors.service import InferenceService, RouterAdminService
 from router.fleet.fleet import Fleet
@@ -170,7 +170,7 @@ async def serve_router(
             model_defaults=codec.sampling_defaults if serving.model.generation_config else {},
             formats=ChatFormats.of(serving.model, codec),
         ),
-        doorkeeper=make_doorkeeper(serving, credentials),
+        authenticator=make_authenticator(serving, credentials),
         default_terms=Terms(
             ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, tpot_slo_s=serving.slo.tpot_s
         ),

@@ -15,13 +15,15 @@ from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, TokenOutput, Tokens
+from engine.executor import Executor
 from engine.fake import FakeExecutor
 from engine.fake_model import U64, choose, context_state, hidden_state, token_kv
-from engine.grammar import Grammars
-from engine.group import Group
+from engine.fake_pages import FakeWindow
 from engine.request import EngineRequest
-from engine.scheduler import SchedulerLimits
-from engine.speculation.speculator import Speculator
+from engine.steps.group import Group
+from engine.steps.scheduler import SchedulerLimits
+from engine.steps.speculator import Speculator
+from engine.text.grammar import Grammars
 from tests.clock import ManualClock
 
 BLOCK_SIZE = 4
@@ -61,6 +63,7 @@ def make_core(
     max_steps_in_flight: int = 2,
     clock: ManualClock | None = None,
     speculator: Speculator | None = None,
+    window: FakeWindow | None = None,
 ) -> EngineCore:
     """Return a core over the fake engine."""
     executor = FakeExecutor(
@@ -69,10 +72,27 @@ def make_core(
         max_model_len=max_model_len,
         max_steps_in_flight=max_steps_in_flight,
     )
+    if window is not None:
+        executor.add_window(window)
     limits = SchedulerLimits(
         block_size=block_size, max_step_tokens=max_step_tokens, max_running=max_running, max_waiting=max_waiting
     )
     return EngineCore(executor, limits, clock or ManualClock(), speculator)
+
+
+def core_on(
+    executor: Executor,
+    *,
+    block_size: int = BLOCK_SIZE,
+    max_step_tokens: int = 32,
+    max_running: int = 8,
+    speculator: Speculator | None = None,
+) -> EngineCore:
+    """Return a core over an executor of a model."""
+    limits = SchedulerLimits(
+        block_size=block_size, max_step_tokens=max_step_tokens, max_running=max_running, max_waiting=64
+    )
+    return EngineCore(executor, limits, ManualClock(), speculator)
 
 
 class Collector:
@@ -173,3 +193,5 @@ def assert_empty(core: EngineCore) -> None:
     load = core.load()
     held = (load.num_running, load.num_waiting, load.num_reserved, load.num_held, load.num_used_blocks)
     assert held == (0, 0, 0, 0, 0), held
+    if core.pool.windows is not None:
+        assert (core.pool.windows.num_needed, core.pool.windows.num_promised) == (0, 0)

@@ -1,10 +1,12 @@
 """Settings of the whole suite."""
 
+import functools
 import gc
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -102,3 +104,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _position(name: str, beginnings: Sequence[str]) -> int:
     return next((idx for idx, beginning in enumerate(beginnings) if name.startswith(beginning)), len(beginnings))
+
+
+@functools.cache
+def _rates(meter: Any, **options: Any) -> Any:
+    return meter(**options).measure()
+
+
+@pytest.fixture(scope="module")
+def rates_measured_once() -> Iterator[None]:
+    """Measure the device once for each dtype: at every load that would take longer than most tests' models."""
+    from engine.model import floors  # and torch, which most tests need not
+
+    rates = functools.partial(_rates, floors.RateMeter)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floors, "RateMeter", lambda **options: SimpleNamespace(measure=lambda: rates(**options)))
+        yield

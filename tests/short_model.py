@@ -31,3 +31,14 @@ def write_short_model(folder: Path, *, num_layers: int = NUM_LAYERS, vocab_size:
     kept |= {name: kept[name][:vocab_size].clone() for name in _PER_TOKEN if name in kept}
     safetensors.torch.save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def cut_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Let a short model's tokenizer know no more tokens than the model: the first, and so the shortest, pieces."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    model = tokenizer["model"]
+    model["vocab"] = {piece: token_id for piece, token_id in model["vocab"].items() if token_id < vocab_size}
+    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    model["merges"] = [merge for merge in merges if "".join(merge) in model["vocab"]]
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")

@@ -14,7 +14,6 @@ from common.rpc import Connect
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
-from engine.speculation.speculator import Speculator
 from engine.thread import DriverFactory, EngineThread
 from kv_transfer.serve import CheckPull, check_by
 
@@ -71,11 +70,9 @@ class Environment:
     connect: Connect
     """Channels to other workers."""
     drive: DriverFactory
-    """Runs the engine's core."""
+    """Makes the engine and runs it."""
     check_pull: CheckPull
     """Checks another worker's right to a pull."""
-    speculator: Speculator | None = None
-    """Drafts for the engine."""
     host_cores: HostCores | None = None
     """The host's idle cores; None where there is no real host."""
 
@@ -85,7 +82,7 @@ class Environment:
         return cls(
             clock=SystemClock(),
             connect=connect_to(Role.WORKER, credentials),
-            drive=EngineThread,
+            drive=EngineThread.of,
             check_pull=check_by(credentials),
             host_cores=HostCores(),
         )

@@ -4,8 +4,9 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tokenizers
 
@@ -17,16 +18,22 @@ from common.fake_tokenizer import byte_tokenizer
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, expanded, resolve_model
 from common.parity import Template
 from common.text_files import load_chat_template, load_tokenizer
+from engine.device.memory import MemoryShare
 from engine.executor import Executor
-from engine.fake import FakeExecutor, fake_shape
-from engine.memory import MemoryShare
-from engine.scheduler import SchedulerLimits
+from engine.fake import FakeExecutor
+from engine.fake_pages import fake_shape
+from engine.interface import ServedModel
 from engine.speculation.draft_model import DifferentVocabulary, ModelDrafter
 from engine.speculation.drafter import Drafter
 from engine.speculation.eagle import EagleDrafter
 from engine.speculation.heads import HeadsDrafter
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculator import Rule, Speculator
+from engine.steps.scheduler import SchedulerLimits
+from engine.steps.speculator import Rule, Speculator
+from engine.thread import DriverFactory, EngineThread
+
+if TYPE_CHECKING:
+    from engine.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 
@@ -135,12 +142,30 @@ def _load_draft_model(config: ServingConfig, pool: PoolConfig, model_id: str) ->
             max_step_tokens=pool.max_step_tokens,
             max_running=pool.max_running,
             kernels=model.kernels,
+            may_have_window_pages=False,  # its drafter has block tables alone
         )
     )
 
 
+def load_model_for(config: ServingConfig, pool: PoolConfig) -> tuple[ServedModel, DriverFactory, tokenizers.Tokenizer]:
+    """Load model and tokenizer. Takes seconds: not on the event loop. Errors say what to do.
+
+    The factory makes the model's engine.
+    """
+    if config.model.engine == "vllm":
+        from engine.vllm.driver import VllmDriver
+        from engine.vllm.start import start_vllm
+
+        model_dir = resolve_model(config.model.id, local_files_only=config.model.local_files_only)
+        vllm = start_vllm(_options(config, pool, model_dir), config.model.vllm)
+        return vllm, VllmDriver.of, load_tokenizer(model_dir)
+    executor, tokenizer = load_executor_for(config, pool)
+    speculator = speculator_for(config, pool, executor)
+    return executor, partial(EngineThread.of, speculator=speculator), tokenizer
+
+
 def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor, tokenizers.Tokenizer]:
-    """Load model and tokenizer. Takes seconds: not on the event loop. Errors say what to do."""
+    """Load model and tokenizer for an engine of our own. Takes seconds. Errors say what to do."""
     if config.model.engine == "fake":
         kv_bytes = _fixed_kv_bytes(pool) or _FAKE_KV_BYTES
         num_blocks = pool.num_blocks or kv_bytes // fake_shape(pool.block_size).block_bytes
@@ -153,7 +178,9 @@ def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor
         )
         return fake, byte_tokenizer()
     model_dir = resolve_model(config.model.id, local_files_only=config.model.local_files_only)
-    return _load_torch(config, pool, model_dir), load_tokenizer(model_dir)
+    from engine.loading import load_executor
+
+    return load_executor(_options(config, pool, model_dir)), load_tokenizer(model_dir)
 
 
 def load_template_for(config: ServingConfig) -> Template | None:
@@ -170,10 +197,10 @@ def served_name(model: ModelConfig, model_dir: Path) -> str:
     return model.name or (model_dir.name if is_folder else model.id)
 
 
-def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Executor:
+def _options(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> "EngineOptions":
+    """Return the options of a worker's engine, and limit the threads of torch."""
     import torch  # takes seconds, and the fake engine does not need it
 
-    from engine.loading import load_executor
     from engine.options import EngineOptions
 
     threads = os.environ.get("KVRELAY_THREADS") if pool.threads == "auto" else pool.threads
@@ -182,25 +209,22 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
     # The device memory of steps is sized once, for both roles that the worker may have.
     pools = (config.pools.prefill, config.pools.decode) if config.pools.flip_obstacle is None else (pool,)
     share = memory_share(config, pool, os.environ, cores=usable_cores())
-    return load_executor(
-        EngineOptions(
-            model_dir=model_dir,
-            model_name=served_name(model, model_dir),
-            dtype=model.dtype,
-            device=model.device,
-            block_size=pool.block_size,
-            num_blocks=pool.num_blocks,
-            kv_memory_bytes=_fixed_kv_bytes(pool),
-            memory_share=replace(share, reserved_bytes=drafting_bytes(config, pool)),
-            max_model_len=model.max_model_len,
-            max_step_tokens=max(each.max_step_tokens for each in pools),
-            max_running=max(each.max_running for each in pools),
-            quantization=model.quantization,
-            kv_dtype=model.kv_dtype,
-            kernels=model.kernels,
-            runner="vllm" if model.engine == "vllm" else "torch",
-            tensor_parallel=pool.tensor_parallel,
-        )
+    return EngineOptions(
+        model_dir=model_dir,
+        model_name=served_name(model, model_dir),
+        dtype=model.dtype,
+        device=model.device,
+        block_size=pool.block_size,
+        num_blocks=pool.num_blocks,
+        kv_memory_bytes=_fixed_kv_bytes(pool),
+        memory_share=replace(share, reserved_bytes=drafting_bytes(config, pool)),
+        max_model_len=model.max_model_len,
+        max_step_tokens=max(each.max_step_tokens for each in pools),
+        max_running=max(each.max_running for each in pools),
+        quantization=model.quantization,
+        kv_dtype=model.kv_dtype,
+        kernels=model.kernels,
+        tensor_parallel=pool.tensor_parallel,
     )
 
 

@@ -28,9 +28,9 @@ from common.errors import InvalidRequest, Overloaded
 from common.ids import HashRoot
 from common.structured_outputs import FIELD
 from common.wire import unpack_tokens
-from engine.executor import Executor
-from engine.grammar import Grammar, Grammars
-from engine.grammar_trial import GrammarTrials
+from engine.interface import ServedModel
+from engine.text.grammar import Grammar, Grammars
+from engine.text.grammar_trial import GrammarTrials
 
 MAX_SIDE_BY_SIDE = 4
 """Tenants whose structures are compiled at the same time."""
@@ -89,7 +89,7 @@ class _Tenant:
 class GrammarCompiler:
     """Compiles for one worker. Event loop only; threads and the process for trials begin when they are needed."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, executor: Executor) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, executor: ServedModel) -> None:
         self._vocab_size = executor.vocab_size
         self._grammars = Grammars(tokenizer, vocab_size=self._vocab_size, eos_token_ids=executor.eos_token_ids)
         self._trials = GrammarTrials(self._grammars)

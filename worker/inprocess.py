@@ -21,9 +21,9 @@ from common.wire_names import FINISH_REASON_NAMES
 from engine.core import EngineCore
 from engine.events import EngineEvent, EngineLoad, Failed, Tokens
 from engine.executor import Executor
-from engine.grammar import Grammars
-from engine.group import Group
 from engine.request import EngineRequest
+from engine.steps.group import Group
+from engine.text.grammar import Grammars
 from worker.factory import limits_for, load_executor_for, speculator_for
 from worker.output import OutputStreams
 

@@ -5,10 +5,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from common.block_hash import BlockHashes
 from common.errors import KvrelayError, Overloaded, WorkerLost
 from common.ids import BlockHash, RequestId
-from common.kv_events import NO_EVENTS, KvEvents
+from common.kv_events import KvEvents
 
 MAX_PENDING_CHANGES = 1 << 20
 MAX_PENDING_REQUESTS = 1 << 16
@@ -64,13 +63,8 @@ class Watcher:
         if self._end is not None:
             raise self._end
         self._woken.clear()
-        if not self._changes:
-            return NO_EVENTS
         changes, self._changes = self._changes, {}
-        return KvEvents(
-            stored=BlockHashes.of(h for h, stored in changes.items() if stored),
-            removed=BlockHashes.of(h for h, stored in changes.items() if not stored),
-        )
+        return KvEvents.of_changes(changes)
 
     def take_accepted(self) -> tuple[RequestId, ...]:
         """Return the requests that have entered the engine since the last call."""

@@ -13,7 +13,7 @@ from engine.beams import BeamSnapshot
 from engine.events import TokenOutput, Tokens
 from engine.executor import Logprobs
 from engine.request import EngineRequest
-from engine.text import TextStream
+from engine.text.streaming import TextStream
 from kvrelay.v1 import decode_pb2, sequence_pb2
 from kvrelay.v1 import sampling_pb2 as pb
 

@@ -27,9 +27,9 @@ from common.ids import BlockHash, Epoch, WorkerId
 from common.pooling import Pooling
 from common.prefix_chains import PrefixChain
 from common.tracing import Stages
-from engine.core import EngineCore
-from engine.landing import Landing
+from engine.interface import Engine
 from engine.request import EngineRequest
+from engine.steps.landing import Landing
 from engine.thread import EngineDriver
 from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.wanted import WantedBlocks
@@ -79,7 +79,7 @@ class PullResult:
     """Leading blocks that are here now."""
 
 
-Reserve = Callable[[EngineCore, Landing], Refused | None]
+Reserve = Callable[[Engine, Landing], Refused | None]
 """Holds the cached blocks of a landing, and gets pages for the others. Engine thread."""
 
 
@@ -89,7 +89,7 @@ class PullingRequest:
 
     reserve: Reserve
     landing: Landing | None = None
-    """For `EngineCore.add`: the place in the queue and the pulled blocks; None before the first pull."""
+    """For `Engine.add`: the place in the queue and the pulled blocks; None before the first pull."""
 
 
 _BY_ERROR: dict[type[KvrelayError], PullOutcome] = {
@@ -165,7 +165,7 @@ class PrefixPuller:
     async def pull_chain(self, chain: PrefixChain, source: sequence_pb2.KvSource, *, max_blocks: int) -> PullResult:
         """Pull up to `max_blocks` of a whole chain, in exchange for less valuable blocks. Raises KvrelayError."""
 
-        def reserve(core: EngineCore, landing: Landing) -> Refused | None:
+        def reserve(core: Engine, landing: Landing) -> Refused | None:
             return core.landings.reserve_below(landing, chain.values, max_blocks)
 
         with self.arrival(reserve) as arrival:
@@ -209,7 +209,7 @@ class PrefixPuller:
         return max(MIN_PULL_S, self._prefill_s(landing.num_missing_blocks * size, landing.num_cached_blocks * size))
 
     async def _land(self, arrival: PullingRequest, hashes: BlockHashes) -> tuple[Landing, Refused | None]:
-        def land(core: EngineCore) -> tuple[Landing, Refused | None]:
+        def land(core: Engine) -> tuple[Landing, Refused | None]:
             landing = arrival.landing or core.arrive(hashes)
             return landing, arrival.reserve(core, landing)
 
@@ -226,6 +226,7 @@ class PrefixPuller:
             epoch=Epoch(source.epoch),
             wanted=WantedBlocks(hashes=landing.hashes, block_size=self._block_size),
             block_table=landing.block_ids(),  # reserved: only this pull changes it
+            windows=landing.windows,
             first_block=landing.num_cached_blocks,
             ticket=source.ticket,
         )
@@ -233,10 +234,10 @@ class PrefixPuller:
             pulled = await self._puller.pull(plan, channel)
         if not pulled.num_blocks:
             return PullOutcome.EVICTED
-        num_blocks = pulled.manifest.num_blocks
-        self._engine.post(lambda core: core.landings.commit(landing, num_blocks))  # before the request enters
+        num_blocks, prefix = pulled.manifest.num_blocks, pulled.manifest.prefix
+        self._engine.post(lambda core: core.landings.commit(landing, num_blocks, prefix))  # before the request enters
         return PullOutcome.PULLED if num_blocks == len(landing.hashes) else PullOutcome.PARTIAL
 
 
-def _let_go(core: EngineCore, landed: tuple[Landing, Refused | None]) -> None:
+def _let_go(core: Engine, landed: tuple[Landing, Refused | None]) -> None:
     core.landings.release(landed[0])

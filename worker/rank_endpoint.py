@@ -9,96 +9,54 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
 import grpc
-import torch
-from pydantic import Field
 
 from common.clock import SystemClock
-from common.config import TransferConfig
-from common.config.keys import Port
-from common.config.workers import TransportName
-from common.errors import AccessDenied, DeadlineExceeded, EngineFault, KvrelayError
+from common.errors import AccessDenied, DeadlineExceeded, KvrelayError
 from common.ids import WorkerId, mint_epoch
 from common.ports import address_of, is_loopback, listening_address
 from common.rpc import MIN_PING_INTERVAL_MS, MalformedRequestInterceptor, channel_options
-from engine.vllm.connector.orders import Offer, Pull, RankAddress, RankResults
+from engine.vllm.connector.endpoint import Ready
+from engine.vllm.connector.orders import Chunk, Offer, Pull, RankAddress, RankResults
 from engine.vllm.connector.pages import RankPages
-from kv_transfer.handoff import HandoffManifest, HandoffTable
-from kv_transfer.pull import KvPuller, PullPlan
+from engine.vllm.connector.routes import RankPlace, Route, routes
+from kv_transfer.handoff import HandoffTable
+from kv_transfer.pull import KvPuller, Pulled, PullPlan
 from kv_transfer.serve import KvTransferService, ServeSettings
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.wanted import WantedHandoff
 from kvrelay.v1 import kv_transfer_pb2_grpc
+from worker.connector_config import ConnectorConfig, Tls
+from worker.rank_offers import RankOffers, part_id
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _NUM_COPIERS = 2
 _START_S = 30.0
-
-
-class ConnectorConfig(TransferConfig):
-    """Keys of `kv_connector_extra_config`."""
-
-    transports: tuple[TransportName, ...] = ("shm", "grpc")
-    host: str = "127.0.0.1"
-    """Name or address of this host, by which other servers reach it."""
-    port: Port = 0
-    """Port of rank 0, further ranks have the next ones; 0 takes free ones."""
-    ring_mib: Annotated[int, Field(gt=0)] = 1024
-    """Host memory for offered pages, per rank; it is taken as it is used."""
-    pull_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds after which a pull is given up and the prompt computed here."""
-    tls_dir: Path | None = None
-    """Folder of ca.pem, cert.pem and key.pem; both sides of a transfer show a certificate of that authority."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tls:
-    """Certificates by which two servers know each other."""
-
-    ca: bytes
-    cert: bytes
-    key: bytes
-
-    @classmethod
-    def of(cls, folder: Path) -> "_Tls":
-        """Read the files of a folder. Raises OSError."""
-        ca, cert, key = ((folder / f"{name}.pem").read_bytes() for name in ("ca", "cert", "key"))
-        return cls(ca=ca, cert=cert, key=key)
-
-    def server(self) -> grpc.ServerCredentials:
-        """Return the credentials of a listener, which asks for a certificate."""
-        return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_auth=True)
-
-    def channel(self) -> grpc.ChannelCredentials:
-        """Return the credentials of a channel."""
-        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
 class RankEndpoint:
     """Transfers of one rank; an `Endpoint`. Its tables belong to the thread of its event loop."""
 
-    def __init__(self, pages: RankPages, config: ConnectorConfig, *, rank: int) -> None:
+    def __init__(self, pages: RankPages, config: ConnectorConfig, place: RankPlace) -> None:
         """Listen. Raises ValueError and OSError, naming the address or the file."""
         self._pages = pages
         self._config = config
-        self._rank = rank
-        self._tls = _Tls.of(config.tls_dir) if config.tls_dir is not None else None
+        self._place = place
+        self._tls = Tls.of(config.tls_dir) if config.tls_dir is not None else None
         if self._tls is None and not is_loopback(config.host):
             raise ValueError(
                 f"cannot listen on {config.host} without TLS: other hosts could read along; set tls_dir in"
                 " kv_connector_extra_config"
             )
         self._epoch = mint_epoch()
-        self._table = HandoffTable(
-            block_size=pages.shape.block_size, lease_ttl_s=config.lease_ttl_s, clock=SystemClock()
-        )
+        # What it counts are pieces, not tokens: a chunk makes whole ones ready.
+        self._table = HandoffTable(block_size=1, lease_ttl_s=config.lease_ttl_s, clock=SystemClock())
         self._transports = WorkerTransports.configured(config, pages)
         self._puller = KvPuller(
             store=pages,
@@ -107,28 +65,50 @@ class RankEndpoint:
             on_bytes=lambda _transport, _count: None,
             on_pull=lambda *_timed: None,
         )
-        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._offers = RankOffers(self._table, pages, place)
+        self._pulls: dict[str, asyncio.Task[list[Pulled]]] = {}
         """Pulls by request id."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         """All tasks, pulls included."""
-        self._lock = threading.Lock()
-        self._results = RankResults(offered=set(), pulled=set(), invalid_blocks=set())
+        self._ended = threading.Condition()
+        """Guards the results and the number of open transfers."""
+        self._results = RankResults.none()
+        self._num_open = 0
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_NUM_COPIERS))
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvrelay transfers", daemon=True)
         self._thread.start()
         self.address = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(_START_S)
 
-    def offer(self, offer: Offer) -> None:
+    def begin(self, offer: Offer) -> None:
         """See `Endpoint`."""
-        self._loop.call_soon_threadsafe(lambda: self._run(self._offer(offer), partial(self._offered, offer)))
+        self._loop.call_soon_threadsafe(self._offers.begin, offer)
 
-    def pull(self, pull: Pull, ready: torch.Event | None) -> None:
+    def add(self, chunk: Chunk, ready: Ready | None) -> None:
+        """See `Endpoint`."""
+        self._loop.call_soon_threadsafe(lambda: self._run(self._offers.copy(chunk, ready)))
+
+    def end(self, request_ids: Collection[str]) -> None:
+        """See `Endpoint`."""
+
+        def end() -> None:
+            for request_id in request_ids:
+                self._run(self._offers.end(request_id), partial(self._offer_ended, request_id))
+
+        self._open_transfers(len(request_ids))
+        self._loop.call_soon_threadsafe(end)
+
+    def settle(self, request_ids: Collection[str]) -> None:
+        """See `Endpoint`."""
+        asyncio.run_coroutine_threadsafe(self._offers.settle(request_ids), self._loop).result()
+
+    def pull(self, pull: Pull, ready: Ready | None) -> None:
         """See `Endpoint`."""
 
         def begin() -> None:
             self._pulls[pull.request_id] = self._run(self._pull(pull, ready), partial(self._pulled, pull))
 
+        self._open_transfers(1)
         self._loop.call_soon_threadsafe(begin)
 
     def cancel(self, request_ids: Collection[str]) -> None:
@@ -136,11 +116,13 @@ class RankEndpoint:
         if request_ids:
             self._loop.call_soon_threadsafe(self._cancel, tuple(request_ids))
 
-    def take_results(self) -> RankResults:
+    def take_results(self, wait_s: float = 0.0) -> RankResults:
         """See `Endpoint`."""
-        with self._lock:
+        with self._ended:
+            if wait_s and self._num_open:
+                self._ended.wait_for(lambda: self._results.offered or self._results.pulled, wait_s)
             taken = self._results
-            self._results = RankResults(offered=set(), pulled=set(), invalid_blocks=set())
+            self._results = RankResults.none()
         return taken
 
     def close(self) -> None:
@@ -163,7 +145,7 @@ class RankEndpoint:
             engine=None,
             store=self._pages,
             settings=ServeSettings(
-                worker_id=WorkerId(f"rank-{self._rank}"),
+                worker_id=WorkerId(f"rank-{self._place.rank}"),
                 epoch=lambda: self._epoch,
                 transports=self._transports,
                 lease_ttl_s=config.lease_ttl_s,
@@ -173,7 +155,7 @@ class RankEndpoint:
             on_bytes=lambda _transport, _count: None,
         )
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(service, self._server)
-        address = address_of(listening_address(config.host), config.port and config.port + self._rank)
+        address = address_of(listening_address(config.host), config.port and config.port + self._place.rank)
         try:
             if self._tls is None:
                 bound = self._server.add_insecure_port(address)
@@ -182,53 +164,69 @@ class RankEndpoint:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from error
         await self._server.start()
-        self._run(self._sweep(), lambda _task: None)
+        self._run(self._sweep())
         return RankAddress(address=address_of(config.host, bound), epoch=self._epoch)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self._config.lease_ttl_s / 4)
+            before = self._table.num_expired
             self._table.sweep()
+            if num_expired := self._table.num_expired - before:
+                with self._ended:
+                    self._results.count("expired", num_expired)
 
     async def _stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await self._server.stop(None)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
-    def _run(self, work: Coroutine[Any, Any, None], ended: Callable[[asyncio.Task[None]], None]) -> asyncio.Task[None]:
+    def _run(
+        self, work: Coroutine[Any, Any, _T], ended: Callable[[asyncio.Task[_T]], None] | None = None
+    ) -> asyncio.Task[_T]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(ended)
+        if ended is not None:
+            task.add_done_callback(ended)
         return task
 
-    async def _offer(self, offer: Offer) -> None:
-        pages = offer.pages
-        slots = self._pages.take_slots(len(pages.block_ids))
+    def _offer_ended(self, request_id: str, task: "asyncio.Task[bool]") -> None:
+        with self._ended:
+            self._results.offered.add(request_id)
+            self._close_transfer()
+            if not task.cancelled() and not task.result():
+                self._results.count("failed_offers")
+
+    def _open_transfers(self, count: int) -> None:
+        with self._ended:
+            self._num_open += count
+
+    def _close_transfer(self) -> None:
+        self._num_open -= 1
+        self._ended.notify_all()
+
+    async def _pull(self, pull: Pull, ready: Ready | None) -> list[Pulled]:
+        if ready is not None:
+            await self._loop.run_in_executor(None, ready.synchronize)
+        place, source = self._place, pull.source
         try:
-            await self._loop.run_in_executor(None, self._pages.stage, pages.block_ids, slots)
-            handoff = self._table.begin(offer.handoff_id, lambda: self._pages.free_slots(slots))
-        except BaseException:
-            self._pages.free_slots(slots)
-            raise
-        self._table.progress(handoff, slots, pages.num_tokens)
-        manifest = HandoffManifest(
-            num_tokens=pages.num_tokens, num_blocks=len(slots), last_block_hash=pages.last_hash, first_tokens=()
-        )
-        self._table.complete(handoff, manifest)
+            async with asyncio.timeout(self._config.pull_timeout_s), asyncio.TaskGroup() as group:
+                parts = [
+                    group.create_task(self._pull_part(pull, route))
+                    for route in routes(place.num_heads, num_sources=len(source.ranks), num_pullers=place.num_ranks)
+                    if route.puller == place.rank
+                ]
+        except TimeoutError:
+            raise DeadlineExceeded(f"it has taken more than pull_timeout_s, {self._config.pull_timeout_s} s") from None
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [part.result() for part in parts]
 
-    def _offered(self, offer: Offer, task: "asyncio.Task[None]") -> None:
-        if (reason := _failure(task)) is not None:
-            logger.warning("cannot offer the prompt of %s: %s", offer.request_id, reason)
-            with suppress(KvrelayError):  # the puller has come and left
-                self._table.abort(self._table.begin(offer.handoff_id, lambda: None), EngineFault(reason))
-        with self._lock:
-            self._results.offered.add(offer.request_id)
-
-    async def _pull(self, pull: Pull, ready: torch.Event | None) -> None:
-        source = pull.source.ranks[self._rank]
+    async def _pull_part(self, pull: Pull, route: Route) -> Pulled:
+        source, num_heads = pull.source.ranks[route.source], len(route.heads)
         if self._tls is None and not is_loopback(source.address.rpartition(":")[0]):
             raise AccessDenied(
                 f"{source.address} is another host, and there is no tls_dir in kv_connector_extra_config"
@@ -237,34 +235,34 @@ class RankEndpoint:
             peer=WorkerId(source.address),
             epoch=source.epoch,
             wanted=WantedHandoff(
-                handoff_id=pull.source.handoff_id,
-                num_tokens=pull.pages.num_tokens,
-                num_blocks=len(pull.pages.block_ids),
-                last_block_hash=pull.pages.last_hash,
+                handoff_id=part_id(pull.source.handoff_id, route.puller),
+                num_tokens=pull.prompt.num_tokens,
+                num_blocks=pull.prompt.num_blocks * num_heads,
+                last_block_hash=pull.prompt.last_hash,
                 num_samples=0,
                 first_sample_index=0,
             ),
-            block_table=pull.pages.block_ids,
-            first_block=pull.first_block,
+            block_table=self._pages.pieces(pull.block_ids, self._place.own(route.heads)),
+            first_block=pull.first_block * num_heads,
             ticket="",
         )
-        if ready is not None:
-            await self._loop.run_in_executor(None, ready.synchronize)
-        try:
-            async with asyncio.timeout(self._config.pull_timeout_s), self._channel(source.address) as channel:
-                await self._puller.pull(plan, channel)
-        except TimeoutError:
-            raise DeadlineExceeded(f"it has taken more than pull_timeout_s, {self._config.pull_timeout_s} s") from None
+        async with self._channel(source.address) as channel:
+            return await self._puller.pull(plan, channel)
 
-    def _pulled(self, pull: Pull, task: "asyncio.Task[None]") -> None:
+    def _pulled(self, pull: Pull, task: "asyncio.Task[list[Pulled]]") -> None:
         del self._pulls[pull.request_id]
         reason = _failure(task)
-        if reason is not None:
-            logger.warning("cannot pull the prompt of %s: %s", pull.request_id, reason)
-        with self._lock:
-            if reason is not None:
-                self._results.invalid_blocks.update(pull.pages.block_ids[pull.first_block :])
+        with self._ended:
             self._results.pulled.add(pull.request_id)
+            self._close_transfer()
+            if reason is None:
+                self._results.count("pulls")
+                self._results.count("pulled_bytes", sum(part.kv_bytes for part in task.result()))
+                self._results.count("exposed_seconds", max(part.exposed_s for part in task.result()))
+                return
+            self._results.count("failed_pulls")
+            self._results.invalid_blocks.update(pull.block_ids[pull.first_block :])
+        logger.warning("cannot pull the prompt of %s: %s", pull.request_id, reason)
 
     def _cancel(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
@@ -278,7 +276,7 @@ class RankEndpoint:
         return grpc.aio.secure_channel(address, self._tls.channel(), options=options)
 
 
-def _failure(task: "asyncio.Task[None]") -> str | None:
+def _failure(task: "asyncio.Task[Any]") -> str | None:
     """Return why a task has failed; None when it has not."""
     if task.cancelled():
         return "cancelled"

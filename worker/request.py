@@ -15,14 +15,14 @@ from common.sampling import MAX_N, SamplingParams
 from common.tokens import TokenArray
 from common.wire import sampling_from_proto, unpack_tokens
 from engine.beams import BeamSnapshot, Hypothesis, LiveBeam
-from engine.executor import Executor
-from engine.grammar import Grammar
+from engine.interface import ServedModel
 from engine.request import EngineRequest, Retention
+from engine.text.grammar import Grammar
 from kvrelay.v1 import sequence_pb2
 
 
 def engine_request(
-    spec: sequence_pb2.SequenceSpec, executor: Executor, grammar: Grammar | None = None
+    spec: sequence_pb2.SequenceSpec, executor: ServedModel, grammar: Grammar | None = None
 ) -> EngineRequest:
     """Return the engine's record. Raises InvalidRequest naming the field, and PromptTooLong before any hashing.
 
@@ -80,7 +80,7 @@ def _answer_format(spec: sequence_pb2.SequenceSpec) -> AnswerFormatLike | None:
     return spec.answer_format
 
 
-def _pooling(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Pooling | None:
+def _pooling(spec: sequence_pb2.SequenceSpec, executor: ServedModel) -> Pooling | None:
     """Return how an embedding is made; None for a request that generates. Raises InvalidRequest."""
     field = "sequence.pooling"
     pooling = pooling_from_proto(spec.pooling, field=field)

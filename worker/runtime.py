@@ -20,12 +20,11 @@ from common.parity import Template, TextProbes, text_probes
 from common.structured import keep_going
 from common.tracing import NO_TRACER, Stages, tracing_call
 from common.wire_names import ROLE_NAMES
-from engine.core import EngineCore
 from engine.events import EngineLoad, StepReport
-from engine.executor import Executor
-from engine.group import Group
+from engine.interface import Engine, ServedModel
 from engine.request import EngineRequest
-from engine.thread import EngineDriver
+from engine.steps.group import Group
+from engine.thread import EngineDriver, EngineSetup
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
 from kv_transfer.serve import KvTransferService, ServeSettings
@@ -67,7 +66,7 @@ class WorkerRuntime:
         config: ServingConfig,
         role: worker_pb2.WorkerRole.ValueType,
         worker_id: WorkerId,
-        executor: Executor,
+        executor: ServedModel,
         tokenizer: tokenizers.Tokenizer,
         environment: Environment,
     ) -> None:
@@ -89,15 +88,17 @@ class WorkerRuntime:
         self.bytes_sent: Counter[int] = Counter()
         self.bytes_received: Counter[int] = Counter()
         self.hub = KvEventHub()
-        core = EngineCore(executor, limits_for(self.pool_config), clock, environment.speculator)
-        self.load: EngineLoad = core.load()
         max_step_tokens = self.pool_config.max_step_tokens
         self.timing = WorkerTiming(max_step_tokens=max_step_tokens, clock=clock, floors=executor.floors)
         self.recent_steps = RecentSteps(executor.floors, clock)
         self.host_cores = environment.host_cores
         self.link_rates: Mapping[int, float] = {}
         """Bytes per second by transport between pages of this host, as measured at the start."""
-        self.engine: EngineDriver = environment.drive(core, self._on_report, _end_process)
+        setup = EngineSetup(
+            limits=limits_for(self.pool_config), clock=clock, on_report=self._on_report, on_fault=_end_process
+        )
+        self.engine: EngineDriver = environment.drive(executor, setup)
+        self.load: EngineLoad = self.engine.core.load()
         self._started_s = clock.monotonic()
         self.handoffs = HandoffTable(
             block_size=executor.kv.shape.block_size, lease_ttl_s=config.transfer.lease_ttl_s, clock=clock
@@ -220,7 +221,7 @@ class WorkerRuntime:
         self.role = role
         self.epoch = mint_epoch()
         limits = limits_for(self.pool_config)
-        self.engine.post(lambda core: core.scheduler.change_limits(limits))
+        self.engine.post(lambda core: core.change_limits(limits))
         self.timing.change_budget(limits.max_step_tokens)
         self._share_timing()
         self.hub.end(StaleEpoch(f"{self.worker_id} has changed its role"))
@@ -230,7 +231,7 @@ class WorkerRuntime:
         """Let the scheduler use the present timing model, once both kinds of steps were measured."""
         model = self.timing.model
         if model.prefill.is_measured and model.decode.is_measured:
-            self.engine.post(lambda core: core.scheduler.budget.take_timing(model))
+            self.engine.post(lambda core: core.take_timing(model))
 
     def announce_leaving(self) -> None:
         """Announce to the routers that this worker will end."""
@@ -241,7 +242,7 @@ class WorkerRuntime:
         """Trace the block, which serves a call of a router, below the router's attempt if that is traced."""
         return tracing_call(self.tracer, self.clock, spec.traceparent, name, worker=self.worker_id)
 
-    async def admit(self, add: Callable[[EngineCore], Group | Refused]) -> Group:
+    async def admit(self, add: Callable[[Engine], Group | Refused]) -> Group:
         """Return the group that `add` makes on the engine thread; a cancelled caller cancels it. Raises Overloaded."""
         group = await self.engine.acquire(add, _cancel_if_granted)
         if isinstance(group, Refused):
@@ -291,7 +292,7 @@ class WorkerRuntime:
         self.hub.publish(report.kv_events, report.accepted)
 
 
-def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
+def _cancel_if_granted(core: Engine, group: Group | Refused) -> None:
     if isinstance(group, Group):
         core.cancel(group)
 

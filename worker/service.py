@@ -73,8 +73,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         async with error_boundary(context, "WatchWorker"):
             runtime, timing = self._runtime, self._runtime.timing
             with runtime.hub.watch() as watcher:
-                events: KvEvents = await runtime.engine.call(lambda core: core.pool.snapshot())
-                seq, told = 0, -1
+                events: KvEvents = await runtime.engine.call(lambda core: core.snapshot())
+                seq, sent_version = 0, -1
                 heartbeat_s, overdue = None, None
                 if request.heartbeat_s > 0:
                     heartbeat_s = min(max(request.heartbeat_s, self._update_gap_s), MAX_HEARTBEAT_S)
@@ -89,8 +89,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                         leaving=runtime.is_leaving,
                         overdue=overdue is not None and overdue.look(),
                     )
-                    if told != timing.version:
-                        told = timing.version
+                    if sent_version != timing.version:
+                        sent_version = timing.version
                         update.timing.CopyFrom(timing_to_proto(timing.model, timing.transports))
                     await context.write(update)
                     seq += 1

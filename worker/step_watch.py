@@ -25,82 +25,72 @@ EMPTY = StepShape()
 
 
 class StepWatch:
-    """Notices a step that hangs, for the watchdog of the process (common/watchdog.py)."""
+    """Notices a step that has taken too long, for the watchdog of the process (common/watchdog.py) or for routers."""
 
     def __init__(
-        self, *, running_step: Callable[[], RunningStep | None], limit_s: Callable[[RunningStep], float]
+        self, *, running_step: Callable[[], RunningStep | None], limit_s: Callable[[RunningStep], float], clock: Clock
     ) -> None:
-        """`limit_s`: time after which a step hangs."""
+        """`limit_s`: time that a step may take."""
         self._running_step = running_step
         self._limit_s = limit_s
+        self._clock = clock
         self._step: RunningStep | None = None
         self._age_s = 0.0
 
     def look(self, awake_s: float) -> str | None:
-        """Return why the engine hangs, if it does; a `common.watchdog.Look`."""
+        """Return what is wrong with the running step, if anything is; a `common.watchdog.Look`."""
         step = self._running_step()
+        if step is None:
+            self._step = None
+            return None
         if step is not self._step:
             self._step, self._age_s = step, 0.0
-            return None
+            awake_s = min(awake_s, self._clock.monotonic() - step.started_s)
         self._age_s += awake_s
-        if step is None or self._age_s <= (limit_s := self._limit_s(step)):
-            return None
-        return f"an engine step has taken more than {limit_s:.0f} s"
-
-
-def step_watch_of(runtime: WorkerRuntime) -> StepWatch:
-    """Return a watch over the engine of `runtime`."""
-    return StepWatch(
-        running_step=lambda: runtime.engine.running_step,
-        limit_s=lambda step: hung_after_s(step, runtime.timing.model, may_compile=runtime.executor.compiles_steps),
-    )
+        limit_s = self._limit_s(step)
+        return f"an engine step has taken more than {limit_s:.0f} s" if self._age_s > limit_s else None
 
 
 class OverdueWatch:
     """Reports, to one reader of updates, whether the running step is overdue. Event loop only."""
 
-    def __init__(
-        self,
-        *,
-        running_step: Callable[[], RunningStep | None],
-        predict_s: Callable[[RunningStep], float | None],
-        clock: Clock,
-        gap_s: float,
-    ) -> None:
-        """`predict_s`: duration of a step, None for a kind that was not measured; `gap_s`: usual time between looks."""
-        self._running_step = running_step
-        self._predict_s = predict_s
+    def __init__(self, steps: StepWatch, clock: Clock, *, gap_s: float) -> None:
+        """`gap_s`: usual time between looks."""
+        self._steps = steps
         self._clock = clock
         self._gap_s = gap_s
         self._last_s = clock.monotonic()
-        self._step: RunningStep | None = None
-        self._age_s = 0.0
 
     def look(self) -> bool:
         """Return whether the running step is overdue; a long time without a look counts as twice the usual one."""
-        now_s, step = self._clock.monotonic(), self._running_step()
+        now_s = self._clock.monotonic()
         awake_s = min(now_s - self._last_s, 2 * self._gap_s)
         self._last_s = now_s
-        if step is None:
-            self._step = None
-            return False
-        if step is not self._step:
-            self._step, self._age_s = step, 0.0
-            awake_s = min(now_s - step.started_s, awake_s)
-        self._age_s += awake_s
-        predicted_s = self._predict_s(step)
-        limit_s = UNMEASURED_OVERDUE_S if predicted_s is None else max(OVERDUE_S, OVERDUE_FACTOR * predicted_s)
-        return self._age_s > limit_s
+        return self._steps.look(awake_s) is not None
+
+
+def step_watch_of(runtime: WorkerRuntime) -> StepWatch:
+    """Return a watch for steps of `runtime` that hang."""
+    return _watch_of(
+        runtime,
+        lambda step: hung_after_s(step, runtime.timing.model, may_compile=runtime.executor.compiles_steps),
+    )
 
 
 def overdue_watch_of(runtime: WorkerRuntime, *, gap_s: float) -> OverdueWatch:
     """Return a watch over the engine of `runtime` for a reader that looks every `gap_s` seconds."""
-    return OverdueWatch(
-        running_step=lambda: runtime.engine.running_step,
-        predict_s=lambda step: predict_s(step, runtime.timing.model),
-        clock=runtime.clock,
-        gap_s=gap_s,
-    )
+    steps = _watch_of(runtime, lambda step: overdue_after_s(step, runtime.timing.model))
+    return OverdueWatch(steps, runtime.clock, gap_s=gap_s)
+
+
+def _watch_of(runtime: WorkerRuntime, limit_s: Callable[[RunningStep], float]) -> StepWatch:
+    return StepWatch(running_step=lambda: runtime.engine.running_step, limit_s=limit_s, clock=runtime.clock)
+
+
+def overdue_after_s(step: RunningStep, model: TimingModel) -> float:
+    """Return the seconds after which a step is overdue."""
+    predicted_s = predict_s(step, model)
+    return UNMEASURED_OVERDUE_S if predicted_s is None else max(OVERDUE_S, OVERDUE_FACTOR * predicted_s)
 
 
 def hung_after_s(step: RunningStep, model: TimingModel, *, may_compile: bool) -> float:

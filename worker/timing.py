@@ -37,7 +37,7 @@ class FitSchedule:
         """Take the error of the latest sample's prediction into account; returns whether to fit now."""
         self._drift += _DRIFT_RATE * (max(-1.0, min(1.0, relative_error)) - self._drift)
         interval = min(1 << max(0, self._num_fits - 1), _FIT_INTERVAL)
-        is_off = abs(self._drift) > _MAX_DRIFT and fit.has_telling_news
+        is_off = abs(self._drift) > _MAX_DRIFT and fit.has_informative_news
         if fit.num_new < interval and not is_off:
             return False
         self._drift = 0.0
@@ -157,7 +157,7 @@ class WorkerTiming:
         """Number of models so far that differed noticeably from the one before."""
         self.busy_s = 0.0
         """Total time in steps."""
-        self._told = self._predictions()
+        self._sent = self._predictions()
 
     @property
     def transports(self) -> Mapping[WorkerId, int]:
@@ -257,10 +257,10 @@ class WorkerTiming:
     def _renew(self) -> None:
         self.model = self._latest()
         predictions = self._predictions()
-        if predictions.keys() != self._told.keys() or any(
-            abs(seconds - self._told[what]) > MIN_CHANGE * self._told[what] for what, seconds in predictions.items()
+        if predictions.keys() != self._sent.keys() or any(
+            abs(seconds - self._sent[what]) > MIN_CHANGE * self._sent[what] for what, seconds in predictions.items()
         ):
-            self._told = predictions
+            self._sent = predictions
             self.version += 1
 
     def _predictions(self) -> dict[object, float]:

@@ -68,7 +68,7 @@ class RobustFit:
         return self.num_samples - self._num_fitted
 
     @property
-    def has_telling_news(self) -> bool:
+    def has_informative_news(self) -> bool:
         """Whether the samples since the last fit can tell a change of speed from noise.
 
         A few long ones can: a slow worker that is avoided, or a large model, takes minutes for 64.
@@ -103,7 +103,7 @@ class RobustFit:
         age_weights = np.maximum(np.exp2((order - self.num_samples) / HALF_LIFE), _MIN_AGE_WEIGHT)
         weights = fit_weights(features, seconds, age_weights, self._prior)
         is_new = order > self._num_fitted
-        if is_new.all() or not self.has_telling_news:
+        if is_new.all() or not self.has_informative_news:
             return weights, 1.0
         ratios = seconds[is_new] / np.maximum(features[is_new] @ weights, _MIN_SECONDS)
         ratio = float(np.median(ratios))

@@ -14,7 +14,6 @@ from common.block_hash import ROOT_BYTES, hash_blocks
 from common.ids import HashRoot, mint_request_id
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
-from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Tokens
 from engine.request import EngineRequest, Retention
 from worker.runtime import WorkerRuntime
@@ -64,5 +63,5 @@ async def _answer(runtime: WorkerRuntime, prompt: TokenArray, num_tokens: int) -
                 case Failed(error=error):
                     raise error
     finally:
-        runtime.engine.post(lambda core: EngineCore.cancel(core, group))
+        runtime.engine.post(lambda core: core.cancel(group))
     return answer

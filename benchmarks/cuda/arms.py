@@ -22,12 +22,12 @@ from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import Failed, Tokens
 from engine.executor import Executor
-from engine.group import Group
-from engine.kv_cache import TorchKvStore
-from engine.model.config import DecoderConfig
-from engine.model.config import parse_config as parse_model
-from engine.model.random_weights import fill_random, initializer_range
+from engine.pages.kv_cache import TorchKvStore
 from engine.request import EngineRequest
+from engine.steps.group import Group
+from engine.weights.config import DecoderConfig
+from engine.weights.config import parse_config as parse_model
+from engine.weights.random_weights import fill_random, initializer_range
 from worker.factory import limits_for, load_executor_for
 
 BLOCK_SIZE = 16

@@ -30,9 +30,9 @@ from benchmarks.cuda.card import load_rates
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Reading
 from common.ids import BlockId
-from engine.kv_cache import TorchKvStore
+from engine.device.shared_memory import map_peer_region
 from engine.kv_store import DeviceRegion, KvShape
-from engine.shared_memory import map_peer_region
+from engine.pages.kv_cache import TorchKvStore
 
 _GOAL = 0.5
 _BLOCK_SIZE = 16

@@ -23,11 +23,11 @@ from benchmarks.cuda.arms import Arm, Format
 from benchmarks.cuda.card import CardRates, load_rates
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.timing import graph_s
-from engine.kv_cache import TorchKvStore, kv_shape
-from engine.model.config import DecoderConfig
 from engine.ops.interface import Ops
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
+from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.weights.config import DecoderConfig
 
 _BLOCK_SIZE = 16
 
@@ -151,7 +151,7 @@ def _measure_elementwise(bench: Bench, num_tokens: int) -> None:
     hidden, inner = bench.decoder.hidden_size, bench.decoder.intermediate_size
     ops, store = _make_ops(bench, torch.bfloat16, 1, 1)
     step = ops.plan(_metadata(1, 1, 1, store.num_blocks))
-    x, residual, weight = bench.noise(num_tokens, hidden), bench.noise(num_tokens, hidden), bench.noise(hidden)
+    x, residual, weight = bench.noise(num_tokens, hidden), bench.noise(num_tokens, hidden), bench.noise(hidden).float()
     gate_up = bench.noise(num_tokens, 2 * inner)
     element = 2 * num_tokens  # bytes of a column
     bench.run(f"rms_norm, {num_tokens}", lambda: step.rms_norm(x, weight), num_bytes=2 * element * hidden)
@@ -160,7 +160,7 @@ def _measure_elementwise(bench: Bench, num_tokens: int) -> None:
         lambda: step.add_rms_norm(x, residual, weight),
         num_bytes=4 * element * hidden,
     )
-    bench.run(f"silu_mul, {num_tokens}", lambda: step.silu_mul(gate_up), num_bytes=3 * element * inner)
+    bench.run(f"gate_mul, {num_tokens}", lambda: step.gate_mul(gate_up), num_bytes=3 * element * inner)
 
 
 def _measure_products(bench: Bench, num_tokens: int) -> None:

@@ -26,8 +26,8 @@ from common.cgroups import usable_cores
 from common.config import PoolConfig
 from common.model_files import DEFAULT_MODEL_NAME, ModelNotFound, cache_dir, resolve_model
 from engine.default_model import FetchFailed, fetch_gguf
-from engine.floors import model_shape
-from engine.model.config import parse_config, read_json
+from engine.model.floors import model_shape
+from engine.weights.config import parse_config, read_json
 
 _MAX_MODEL_LEN = 8192
 _START_TIMEOUT_S = 600.0

@@ -11,7 +11,7 @@ from benchmarks.engine.cases import Case, best_tokens_per_s
 from benchmarks.figures import Figures, in_turn
 from benchmarks.peers.process import Arm, ArmFailed
 from benchmarks.peers.protocol import Output
-from engine.floors import RateMeter
+from engine.model.floors import RateMeter
 from engine.work import ModelShape
 
 Report = Callable[[str], None]

@@ -27,13 +27,12 @@ from engine.core import EngineCore
 from engine.executor import ScheduledSequence
 from engine.model.decoder import Decoder
 from engine.runner import ModelExecutor
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from worker.inprocess import LocalEngine
 
 _SERVED = "step as served"
 _STEP = "step in parts"
 _HOST = "host"
-_PROJECTIONS = ("qkv", "output", "gate_up", "down")
 _CASES = (
     Case(name="decode 1", rate=Rate.DECODE, num_requests=1, prompt_tokens=32, output_tokens=64),
     Case(name="decode 8", rate=Rate.DECODE, num_requests=8, prompt_tokens=32, output_tokens=48),
@@ -133,8 +132,8 @@ def _clocks_in_the_model(clocks: Clocks) -> Iterator[None]:
 
     def timed_init(self: Decoder, config: Any, weights: Any) -> None:
         for layer in weights.layers:
-            for name in _PROJECTIONS:
-                setattr(layer, name, clocks.timed(f"{name} product", getattr(layer, name)))
+            for place in layer.places():
+                place.put(clocks.timed(f"{place.field} product", place.get()))
         init(self, config, weights)
 
     def timed_forward(self: Decoder, token_ids: torch.Tensor, ops: Any) -> torch.Tensor:

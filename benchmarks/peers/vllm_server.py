@@ -8,6 +8,7 @@ later ones take half a minute.
 
 import argparse
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,8 @@ class VllmServerSpec:
     max_model_len: int = 8192
     max_step_tokens: int | None = None
     """Token budget of one engine step; None: vLLM's own choice."""
+    nixl_port: int | None = None
+    """Port on which others learn how to pull its KV by vLLM's NixlConnector; None: it has no connector."""
 
 
 class VllmServer:
@@ -119,8 +122,13 @@ def _arm(spec: VllmServerSpec, address: str, scratch: str) -> ArmSpec:
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if spec.max_step_tokens is not None:
         command += ["--max-num-batched-tokens", str(spec.max_step_tokens)]
+    if spec.nixl_port is not None:
+        nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        command += ["--kv-transfer-config", json.dumps(nixl)]
     env = vllm_environment(spec.venv, threads=spec.threads, kv_memory_gib=spec.kv_memory_gib)
     env["VLLM_HOST_IP"] = "127.0.0.1"
+    if spec.nixl_port is not None:
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.nixl_port)
     env["TMPDIR"] = scratch  # it leaves rendezvous files
     env["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir() / "peers" / "torchinductor")
     # Its own cache of compiled graphs does not load in this version and compiles twice.

@@ -4,12 +4,14 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+
+import uvloop
 
 import benchmarks.router as this
 from benchmarks.command import command_line, terminal, write_figures
-from benchmarks.figures import Figures
+from benchmarks.figures import Figures, in_turn
 from benchmarks.router.full_fleet import FULL_OF, measure_full_fleet
 from benchmarks.router.in_process import (
     BLOCK_SIZE,
@@ -21,8 +23,9 @@ from benchmarks.router.in_process import (
     measure_updates,
 )
 from benchmarks.router.requests import measure_requests
+from benchmarks.router.tokens import chosen, measure_tokens, tls_ratios
 
-PARTS = ("hashing", "index", "decision", "full", "requests")
+PARTS = ("hashing", "index", "decision", "full", "requests", "tokens")
 POLICIES = ("predictive", "random")
 
 
@@ -48,6 +51,8 @@ class Extent:
     num_reports: int
     requests: tuple[tuple[int, int, int], ...]
     """(prompt tokens, chunks of the answer, requests in a round)."""
+    window_s: float
+    """Time in which tokens are counted."""
 
 
 FULL = Extent(
@@ -62,6 +67,7 @@ FULL = Extent(
     full=((8, 1), (64, 1), (64, 16), (64, 100), (512, 100)),
     num_reports=2000,
     requests=((50, 1, 1000), (50, 32, 300), (2048, 1, 600), (16_384, 1, 200)),
+    window_s=3.0,
 )
 QUICK = Extent(
     num_rounds=1,
@@ -75,6 +81,7 @@ QUICK = Extent(
     full=((8, 4),),
     num_reports=50,
     requests=((50, 1, 50),),
+    window_s=0.3,
 )
 
 
@@ -83,20 +90,28 @@ def main() -> None:
     parser = command_line("router", this.__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that everything runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="only these parts")
+    parser.add_argument("--rounds", type=int, help="measured rounds (default 5, or 1 with --quick)")
+    parser.add_argument("--only", default="", help="of tokens: cases and arms whose name, as paced/http, contains this")
+    parser.add_argument("--tls", action="store_true", help="of tokens: each arm with TLS, too")
     args = parser.parse_args()
     console, figures = terminal(), Figures()
     extent = QUICK if args.quick else FULL
+    extent = replace(extent, num_rounds=args.rounds or extent.num_rounds)
     started_s, rng = time.monotonic(), random.Random(1)
     for round_idx in range(extent.num_rounds):
         console.print(f"round {round_idx + 1} of {extent.num_rounds}, {time.monotonic() - started_s:.0f} s")
         for part, measure in _in_process(extent, figures, rng):
             if part in args.parts:
                 measure()
+        for case, arm, ending in in_turn(chosen(args.only, tls=args.tls), round_idx) if "tokens" in args.parts else ():
+            uvloop.run(measure_tokens(figures, case, arm, ending, seconds=extent.window_s))
     if "requests" in args.parts:
         for num_tokens, num_chunks, num_requests in extent.requests:
             sizes = {"num_tokens": num_tokens, "num_chunks": num_chunks, "num_requests": num_requests}
             asyncio.run(measure_requests(figures, rng, **sizes, num_rounds=extent.num_rounds))
     figures.show(console)
+    for line in tls_ratios(figures):
+        console.print(line)
     write_figures(
         args.json, figures, method="benchmarks/router/__init__.py", parts=list(args.parts), extent=asdict(extent)
     )

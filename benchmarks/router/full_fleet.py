@@ -10,10 +10,10 @@ from benchmarks.router.in_process import BLOCK_SIZE, join, make_router
 from common.ids import RequestId
 from common.timing import GUESSED_TIMING, StepModel, TimingModel, timing_to_proto
 from kvrelay.v1 import worker_pb2
-from router.choosing.chooser import Search
+from router.line.wait import Wait
 from router.parts import RouterParts
 from router.placement.plans import PlacementRequest
-from router.record.ticket import QueuedRequest, Ticket
+from router.record.ticket import Ticket
 from router.tenants import Tenant, Terms
 
 NUM_WAITING = 600
@@ -73,7 +73,7 @@ async def _measure(
     for number, tenant in enumerate(itertools.islice(itertools.cycle(tenants), NUM_WAITING)):
         ticket = router.admission.admit(tenant, Terms())
         assert isinstance(ticket, Ticket), ticket
-        waiting.append(asyncio.create_task(router.line.place(_queued(router, ticket, number))))
+        waiting.append(asyncio.create_task(router.line.place(_wait(router, ticket, number))))
         started_s = time.thread_time()
         await asyncio.sleep(0)
         arrivals.append((time.thread_time() - started_s) * 1e6)
@@ -96,12 +96,11 @@ def _numbered(update: worker_pb2.WatchWorkerResponse, seq: int) -> worker_pb2.Wa
     return update
 
 
-def _queued(router: RouterParts, ticket: Ticket, number: int) -> QueuedRequest:
+def _wait(router: RouterParts, ticket: Ticket, number: int) -> Wait:
     request = PlacementRequest(
         request_id=RequestId(f"req-{number}"),
         num_tokens=_NEEDED_BLOCKS * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         tpot_slo_s=_TPOT_SLO_S,
     )
-    deadline_s = router.clock.monotonic() + _PATIENCE_S
-    return QueuedRequest(ticket=ticket, search=Search(request=request), deadline_s=deadline_s)
+    return Wait(ticket=ticket, request=request, patience_ends_s=router.clock.monotonic() + _PATIENCE_S)

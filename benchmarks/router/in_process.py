@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.figures import Figures, quantile, times_us
+from benchmarks.router.children import PLAIN
 from benchmarks.router.memory import random_hashes
-from benchmarks.trust import PLAIN
 from common.block_hash import BlockHashes, hash_blocks, hash_probe, hash_root
 from common.clock import SystemClock
 from common.config import RouterConfig
@@ -26,11 +26,12 @@ from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from kvrelay.v1 import worker_pb2
-from router.choosing.chooser import Search
 from router.fleet.facts import WorkerEndpoint, WorkerFacts
 from router.fleet.index import PrefixIndex
+from router.line.wait import Wait
 from router.parts import RouterParts, build_router
 from router.placement.plans import PlacementRequest
+from router.record.ticket import Ticket
 
 ROOT = hash_root(model_fingerprint="benchmark")
 BLOCK_SIZE = 16
@@ -173,6 +174,8 @@ async def _decide(
     prompts = prompts_on(router.index, workers, rng, filling)
     walls: list[float] = []
     cpus: list[float] = []
+    ticket = router.admission.admit()
+    assert isinstance(ticket, Ticket), ticket
     for number in range(_WARM_UP + num_calls):
         known = rng.choice(prompts)[: num_blocks * 3 // 4]
         hashes = known + random_hashes(rng, num_blocks - len(known))
@@ -182,8 +185,9 @@ async def _decide(
             block_size=BLOCK_SIZE,
             hashes=hashes,
         )
+        wait = Wait(ticket=ticket, request=request)
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
-        booking = router.chooser.choose(Search(request=request))
+        booking = router.chooser.choose(wait)
         cpu_s, wall_s = time.thread_time() - started_cpu_s, time.perf_counter() - started_s
         assert not isinstance(booking, Refused), booking
         booking.release()

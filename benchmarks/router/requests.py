@@ -10,16 +10,14 @@ import grpc
 
 from benchmarks.figures import Figures, quantile
 from benchmarks.peers.group import cpu_s
-from benchmarks.token_router import client_of, running_router
-from benchmarks.trust import HOST, PLAIN, running_child
+from benchmarks.router.children import PLAIN
+from benchmarks.router.processes import client_of, running_router, running_workers
 from common.rpc import until_ready
 from common.trust.authority import Authority
-from common.trust.identity import Role
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, sampling_pb2, worker_pb2
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 
 _NUM_WORKERS = 4
 _NUM_CONNECTIONS = 32
-_ROLES = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
 
 
 async def measure_requests(
@@ -27,32 +25,27 @@ async def measure_requests(
 ) -> None:
     """Run all rounds of one size, after one that warms up."""
     authority = Authority.new(PLAIN)
-    command = ("benchmarks.router.mock_grpc", str(_NUM_WORKERS))
-    async with running_child(authority, *command, role=Role.WORKER, name="mocks") as mocks:
-        workers = [
-            router_admin_pb2.WorkerEndpoint(worker_id=f"w{number}", role=_ROLES[number % 2], address=f"{HOST}:{port}")
-            for number, port in enumerate(mocks.line.split())
-        ]
-        async with running_router(authority, workers, {"max_message_mib": 16}) as router:
-            connect = partial(client_of(authority), router.ready.address)
-            for number in range(num_rounds + 1):
-                prompts = [rng.choices(range(40_000), k=num_tokens) for _ in range(num_requests)]
-                before_s = [cpu_s(process.pid) for process in (router, mocks)]
-                wall_s, first_chunk_s = await _run(connect, prompts, num_chunks)
-                router_s, mock_s = (
-                    cpu_s(process.pid) - since for process, since in zip((router, mocks), before_s, strict=True)
+    async with (
+        running_workers(authority, _NUM_WORKERS, itl_ms=0.0) as mocks,
+        running_router(authority, mocks.endpoints, {"max_message_mib": 16}) as router,
+    ):
+        connect, pids = partial(client_of(authority), router.ready.address), (router.pid, mocks.pid)
+        for number in range(num_rounds + 1):
+            prompts = [rng.choices(range(40_000), k=num_tokens) for _ in range(num_requests)]
+            before_s = [cpu_s(pid) for pid in pids]
+            wall_s, first_chunk_s = await _run(connect, prompts, num_chunks)
+            router_s, mock_s = (cpu_s(pid) - since for pid, since in zip(pids, before_s, strict=True))
+            if number:
+                figures.add(
+                    "requests",
+                    f"{num_tokens} tokens, {num_chunks} chunks",
+                    "kvrelay",
+                    requests_per_s=num_requests / wall_s,
+                    router_CPU_us_per_request=router_s / num_requests * 1e6,
+                    mock_CPU_us_per_request=mock_s / num_requests * 1e6,
+                    first_chunk_ms_p50=quantile(first_chunk_s, 0.5) * 1e3,
+                    first_chunk_ms_p99=quantile(first_chunk_s, 0.99) * 1e3,
                 )
-                if number:
-                    figures.add(
-                        "requests",
-                        f"{num_tokens} tokens, {num_chunks} chunks",
-                        "kvrelay",
-                        requests_per_s=num_requests / wall_s,
-                        router_CPU_us_per_request=router_s / num_requests * 1e6,
-                        mock_CPU_us_per_request=mock_s / num_requests * 1e6,
-                        first_chunk_ms_p50=quantile(first_chunk_s, 0.5) * 1e3,
-                        first_chunk_ms_p99=quantile(first_chunk_s, 0.99) * 1e3,
-                    )
 
 
 async def _run(

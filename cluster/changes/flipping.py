@@ -12,7 +12,6 @@ a worker that drains stays in its pool, and one that changes its role completes 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from enum import Enum
 
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import ProcessRole, ProcessSpec
@@ -23,14 +22,6 @@ from common.structured import completed
 
 _SETTLE_S = 5.0
 """Time for the calls and pulls that end after the last answer has moved."""
-
-
-class Flips(Enum):
-    """Whether workers may change pools."""
-
-    FIRST = "first"
-    """Before workers are started or stopped."""
-    NEVER = "never"
 
 
 Obstacle = Callable[[ProcessSpec, ProcessRole], str | None]

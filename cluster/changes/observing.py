@@ -83,19 +83,19 @@ def make_observation(reports: RouterReports, workforce: Workforce, scaler: Scale
 def _observed(
     name: str, pool: Pool, condition: router_admin_pb2.WorkerCondition | None, max_running: int
 ) -> ObservedWorker:
-    told = condition or router_admin_pb2.WorkerCondition()
-    phase = WorkerPhase.SERVING if told.is_serving else WorkerPhase.STARTING
+    reported = condition or router_admin_pb2.WorkerCondition()
+    phase = WorkerPhase.SERVING if reported.is_serving else WorkerPhase.STARTING
     timing = None
-    if told.HasField("timing"):
+    if reported.HasField("timing"):
         try:
-            timing = timing_from_proto(told.timing)
+            timing = timing_from_proto(reported.timing)
         except ValueError as error:
             logger.warning("%s: its speed cannot be used: %s", name, error)
-    load = told.load
+    load = reported.load
     return ObservedWorker(
         worker_id=WorkerId(name),
         pool=pool,
-        phase=WorkerPhase.DRAINING if told.is_draining else phase,
+        phase=WorkerPhase.DRAINING if reported.is_draining else phase,
         timing=timing,
         num_running=load.num_running,
         num_waiting=load.num_waiting + load.num_reserved,
@@ -103,6 +103,6 @@ def _observed(
         num_context_tokens=load.num_context_tokens,
         num_blocks=load.num_blocks,
         num_free_blocks=load.num_free_blocks,
-        block_size=told.block_size,
+        block_size=reported.block_size,
         max_running=max_running,
     )

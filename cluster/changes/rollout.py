@@ -61,7 +61,7 @@ class RolloutTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class RolloutHooks:
     """Functions that a rollout needs besides the processes."""
 
     keep: Callable[[ServingConfig], None]
@@ -78,7 +78,7 @@ class Rollouts:
 
     scaler: Scaler
     workforce: Workforce
-    surroundings: Surroundings
+    hooks: RolloutHooks
 
     async def preview(self, wanted: ServingConfig, *, report: Report) -> None:
         """Report each difference and what it needs. Raises InvalidRequest for an impossible one."""
@@ -90,15 +90,15 @@ class Rollouts:
         Raises InvalidRequest for an impossible change, EngineFault if a step failed and the rollout was undone.
         """
         after, changes = self._compare(wanted, report)
-        told = with_sizes(after, sizes_of(wanted))
+        own_counts = with_sizes(after, sizes_of(wanted))
         sizes = self.scaler.sizes()
         if not terms.is_forced:
-            await self.surroundings.check(sizes_of(after))
+            await self.hooks.check(sizes_of(after))
         if is_new_generation(changes):
             changeover = Changeover(
                 scaler=self.scaler,
                 workforce=self.workforce,
-                keep=partial(self._keep, told),
+                keep=partial(self._keep, own_counts),
                 grace_s=terms.grace_s,
                 report=report,
             )
@@ -108,7 +108,7 @@ class Rollouts:
         renewal = self._renewal(terms, report)
         if roles or needs_routers(changes):
             await renewal.run(after, roles, routers=self._routers() if needs_routers(changes) else ())
-        self._keep(told)
+        self._keep(own_counts)
         report("the new configuration is the cluster's")
         await completed(renewal.drain_canaries())
         if sizes_of(after) != sizes:
@@ -117,7 +117,7 @@ class Rollouts:
     def _keep(self, config: ServingConfig) -> None:
         """Make a configuration the cluster's, with the counts of its file: the next rollout sees which were edited."""
         self.scaler.adopt(config)
-        self.surroundings.keep(config)
+        self.hooks.keep(config)
 
     def _wanted_sizes(self, wanted: ServingConfig, report: Report) -> dict[ProcessRole, int]:
         """Return the sizes of the file, or those of pools that were scaled while their counts there stayed."""
@@ -142,7 +142,7 @@ class Rollouts:
         await completed(renewal.drain_canaries())
 
     def _renewal(self, terms: RolloutTerms, report: Report) -> "_Renewal":
-        return _Renewal(self.scaler, self.workforce, surroundings=self.surroundings, terms=terms, report=report)
+        return _Renewal(self.scaler, self.workforce, hooks=self.hooks, terms=terms, report=report)
 
     def _compare(self, wanted: ServingConfig, report: Report) -> tuple[ServingConfig, Sequence[KeyChange]]:
         """Return the configuration with definite ports, and its differences from the running one."""
@@ -180,7 +180,7 @@ class _Renewal:
 
     scaler: Scaler
     workforce: Workforce
-    surroundings: Surroundings = field(kw_only=True)
+    hooks: RolloutHooks = field(kw_only=True)
     terms: RolloutTerms = field(kw_only=True)
     report: Report = field(kw_only=True)
     _canaries: dict[ProcessRole, ProcessSpec] = field(default_factory=dict, init=False)
@@ -243,7 +243,7 @@ class _Renewal:
         names = ", ".join(spec.name for spec in self._canaries.values())
         self.report(f"{names} beside the old workers for {self.terms.canary_s:g} s")
         watches = [self._watch(role, spec) for role, spec in self._canaries.items()]
-        await observe(watches, self.terms.canary_s, sleep=self.surroundings.sleep)
+        await observe(watches, self.terms.canary_s, sleep=self.hooks.sleep)
         for watch in watches:
             verdict = await watch.verdict(self.terms.max_slowdown)
             self.report(f"canary {'good' if verdict.is_good else 'bad'}: {verdict.reason}")
@@ -254,4 +254,4 @@ class _Renewal:
         pool = self.workforce.workers(role)
         (canary,) = [process for process in pool if process.spec.name == spec.name]
         others = [process for process in pool if process is not canary]
-        return CanaryWatch(role=role, canary=canary, others=others, inspect=self.surroundings.inspect)
+        return CanaryWatch(role=role, canary=canary, others=others, inspect=self.hooks.inspect)

@@ -9,7 +9,7 @@ import psutil
 from cluster.processes.managed_process import ManagedProcess
 from common.cgroups import usable_cores
 from common.config import PoolConfig
-from engine.memory import measure_host
+from engine.device.memory import measure_host
 
 _WORKERS_PER_CORE = 4
 """More workers than that on each core only wait for each other."""

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
-from cluster.changes.flipping import Flips, flip_obstacle, flip_workers
+from cluster.changes.flipping import flip_obstacle, flip_workers
 from cluster.planner.plan import Pool
 from cluster.processes.launcher import StartFailed
 from cluster.processes.managed_process import ManagedProcess
@@ -83,14 +83,15 @@ class Scaler:
         """From the order to drain a worker to its end."""
 
     async def scale(
-        self, wanted: Mapping[ProcessRole, int], *, grace_s: float, report: Report, flips: Flips = Flips.FIRST
+        self, wanted: Mapping[ProcessRole, int], *, grace_s: float, report: Report, no_flip: bool = False
     ) -> None:
         """Bring the named pools to these sizes; `report` is called with each step.
 
+        Workers change pools before others are started or stopped, but for `no_flip`.
         Raises InvalidRequest, EngineFault if a worker does not start: those that started stay then, none is stopped.
         """
         check_sizes(wanted)
-        await self.resize(wanted, grace_s, report, flips)
+        await self.resize(wanted, grace_s, report, no_flip=no_flip)
 
     # The steps of a change.
 
@@ -103,11 +104,11 @@ class Scaler:
         return {role: len(self._workforce.workers(role)) for role in POOLS}
 
     async def resize(
-        self, wanted: Mapping[ProcessRole, int], grace_s: float, report: Report, flips: Flips = Flips.FIRST
+        self, wanted: Mapping[ProcessRole, int], grace_s: float, report: Report, *, no_flip: bool = False
     ) -> None:
         """Bring the named pools to these sizes; the others are not touched. Raises InvalidRequest, EngineFault."""
         try:
-            if flips is Flips.FIRST and wanted.keys() >= set(POOLS):
+            if not no_flip and wanted.keys() >= set(POOLS):
                 obstacle = partial(flip_obstacle, first=self._first, latest=self.config)
                 await flip_workers(self._workforce, wanted, obstacle=obstacle, grace_s=grace_s, report=report)
             specs = [spec for spec in self.plan(self.config, self.sizes() | dict(wanted)) if spec.role in wanted]

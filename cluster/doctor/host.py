@@ -21,7 +21,7 @@ from common.engines import NIXL_VERSION, VLLM_VERSION, installed_package, vllm_v
 from common.model_files import CACHE_ENV, cache_dir
 from common.ports import is_loopback
 from common.process import count_gpus
-from engine.memory import measure_host
+from engine.device.memory import measure_host
 
 _GIB = 1 << 30
 _LITTLE_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5

@@ -137,7 +137,7 @@ async def _ask(address: str, hosts: Hosts, run: Run) -> _Report:
 
 
 def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _Report:
-    facts, _, told = stdout.partition("findings\n")
+    facts, _, output = stdout.partition("findings\n")
     findings: list[DoctorFinding] = []
     for line in facts.splitlines():
         kind, _, value = line.partition(" ")
@@ -151,7 +151,7 @@ def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _
                 advice = "use NTP: logs cannot be put in order, and certificates may not be valid yet"
                 text = f"its clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
                 findings.append(warning(address, text, advice))
-    own = _parse(told)
+    own = _parse(output)
     versions = next((each.detail for each in own if each.subject == VERSIONS), "")
     if not versions:
         findings.append(
@@ -163,10 +163,10 @@ def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _
     return _Report(address=address, findings=tuple(findings), versions=versions)
 
 
-def _parse(told: str) -> list[DoctorFinding]:
+def _parse(output: str) -> list[DoctorFinding]:
     """Return the findings that the doctor of another host printed; none if it did not run."""
     try:
-        return [DoctorFinding(**each | {"verdict": Health(each["verdict"])}) for each in json.loads(told or "[]")]
+        return [DoctorFinding(**each | {"verdict": Health(each["verdict"])}) for each in json.loads(output or "[]")]
     except (ValueError, TypeError, KeyError):
         return []
 

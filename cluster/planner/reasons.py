@@ -30,7 +30,7 @@ def hold(sizes: PoolSizes, why: str) -> ScalingPlan:
     return ScalingPlan(sizes=sizes, reason=f"nothing changes: {why}")
 
 
-def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> ScalingPlan:
+def explain(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> ScalingPlan:
     """Return the plan with its reason and terms."""
     prefill, decode = numbers.capacities.prefill, numbers.capacities.decode
     present, trend, needs = numbers.present, numbers.trend, numbers.needs

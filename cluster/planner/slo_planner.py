@@ -20,7 +20,7 @@ from cluster.planner.evidence import Capacities, ShapeMemory, measure, objective
 from cluster.planner.forecast import ArrivalForecast, RateTrend
 from cluster.planner.patience import NeedHistory, PoolNeed
 from cluster.planner.plan import Observation, PlannerSettings, Pool, PoolSizes, ScalingPlan, WorkerPhase
-from cluster.planner.reasons import Numbers, hold, tell
+from cluster.planner.reasons import Numbers, explain, hold
 
 _NO_FREE_PAGES = 0.1
 """Share of free pages below which waiting requests are assumed to wait for decode workers."""
@@ -88,7 +88,7 @@ class SloPlanner:
             needs=needs,
             corrections=self._correction.factors,
         )
-        return tell(wanted, numbers, settings=self._settings)
+        return explain(wanted, numbers, settings=self._settings)
 
     def _note_sizes(self, observed: Observation) -> PoolSizes:
         present = observed.sizes

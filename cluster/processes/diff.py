@@ -1,5 +1,6 @@
 """The difference between two configurations, and what each changed key needs. Pure: no clock, files or processes."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,8 +71,11 @@ def is_new_generation(changes: Sequence[KeyChange]) -> bool:
 
 
 def generation_of(config: ServingConfig) -> Generation:
-    """Return the values that make a generation."""
-    return tuple(value for key, value in leaves(config).items() if NEEDS[key] is Need.GENERATION)
+    """Return the values that make a generation, each hashable."""
+    values = (value for key, value in leaves(config).items() if NEEDS[key] is Need.GENERATION)
+    return tuple(
+        json.dumps(value, sort_keys=True, default=str) if isinstance(value, dict) else value for value in values
+    )
 
 
 def keep_free_ports(before: ServingConfig, after: ServingConfig) -> ServingConfig:

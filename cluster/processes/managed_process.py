@@ -55,7 +55,7 @@ class ManagedProcess:
         self._clock = clock
         self._changed = changed
         self._running: RunningProcess | None = None
-        self._keeper: asyncio.Task[NoReturn] | None = None
+        self._keeping: asyncio.Task[NoReturn] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._ended_for = ""
         """Why its present life was ended; empty if it was not."""
@@ -115,8 +115,8 @@ class ManagedProcess:
 
     def keep(self, create_task: Callable[..., "asyncio.Task[NoReturn]"]) -> "asyncio.Task[NoReturn]":
         """Keep it running in a task of its own, which raises StartFailed if the first start fails."""
-        self._keeper = create_task(self.keep_running(), name=f"keep {self.name}")
-        return self._keeper
+        self._keeping = create_task(self.keep_running(), name=f"keep {self.name}")
+        return self._keeping
 
     def end_life(self, reason: str, *, grace_s: float) -> None:
         """Have the running process stopped, and its successor started; returns at once."""
@@ -127,9 +127,9 @@ class ManagedProcess:
 
     async def let_die(self) -> None:
         """Do not start it any more. A running process is left to `stop`."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait((self._keeper,))
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait((self._keeping,))
 
     async def keep_running(self) -> NoReturn:
         """Run it until cancelled; a running process is then left to `stop`. Raises StartFailed from the first start."""

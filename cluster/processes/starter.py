@@ -76,12 +76,12 @@ def parse_event(line: str) -> Event | None:
 class StartListener(Protocol):
     """Receives the progress of a cluster's start."""
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Receive a step, or the outcome."""
 
 
 class Starter:
-    """The supervisor's end: a `StartListener`. Event loop only, but for `tell` of a failure, which may precede it."""
+    """The supervisor's end: a `StartListener`. Event loop only, but for `notify` of a failure, which may precede it."""
 
     def __init__(self, *, stdin_fd: int | None, events: TextIO) -> None:
         self._stdin_fd = stdin_fd
@@ -115,7 +115,7 @@ class Starter:
 
         loop.add_reader(fd, readable)
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Send an event."""
         with contextlib.suppress(BrokenPipeError):  # the starter is gone, which `watch` handles
             self._events.write(json.dumps({"event": _NAMES[type(event)], **asdict(event)}) + "\n")

@@ -33,8 +33,8 @@ _REMIND_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
-    """The launcher, the authority and the files of a cluster."""
+class SupervisorContext:
+    """The launcher, the authority and the files that a supervisor works with."""
 
     launcher: Launcher
     trust: Trust
@@ -55,13 +55,13 @@ class Supervisor:
         config: ServingConfig,
         *,
         specs: Sequence[ProcessSpec],
-        ground: Ground,
+        context: SupervisorContext,
         report: Callable[[str], None],
         grace: StopGrace | None = None,
     ) -> None:
         """`report` is called with each process that comes up, and from time to time with those that have not."""
         self._config = config
-        self._ground = ground
+        self._context = context
         self._report = report
         identity = ProcessIdentity.of(os.getpid())
         assert identity is not None, "this process is alive"
@@ -70,8 +70,8 @@ class Supervisor:
         self.workforce = Workforce(
             config,
             specs=specs,
-            launcher=ground.launcher,
-            reach=ground.trust.reach,
+            launcher=context.launcher,
+            reach=context.trust.reach,
             grace=grace or StopGrace(),
             changed=self._process_changed,
         )
@@ -79,7 +79,7 @@ class Supervisor:
     @property
     def up(self) -> Up:
         """The addresses at which it serves, or will."""
-        routers, tls = self.workforce.routers, self._ground.trust.door_tls
+        routers, tls = self.workforce.routers, self._context.trust.door_tls
         return Up(addresses=routers.addresses, http_addresses=routers.http_addresses, pid=self._identity.pid, tls=tls)
 
     def adopt(self) -> None:
@@ -194,7 +194,7 @@ class Supervisor:
     def _save(self) -> None:
         """Write state.json, best effort: the cluster runs without it, for example on a full disk."""
         try:
-            self._ground.state_file.write(self._state())
+            self._context.state_file.write(self._state())
         except OSError as error:
             logger.error("state not written: %s", error)
 
@@ -213,5 +213,5 @@ class Supervisor:
             tls=up.tls,
             processes=processes,
             helpers=tuple(each for each in below if each is not None and each not in known),
-            ray_environment=self._ground.ray_environment,
+            ray_environment=self._context.ray_environment,
         )

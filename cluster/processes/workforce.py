@@ -100,16 +100,16 @@ class Workforce:
             raise StartFailed("the cluster is being stopped")
         process = self._new_process(spec)
         self.processes.append(process)
-        keeper = process.keep(asyncio.create_task)
+        keeping = process.keep(asyncio.create_task)
         served = asyncio.create_task(process.served.wait())
         try:
             reported = ""
-            while not (await asyncio.wait((keeper, served), timeout=_LOOK_S, return_when=FIRST_COMPLETED))[0]:
+            while not (await asyncio.wait((keeping, served), timeout=_LOOK_S, return_when=FIRST_COMPLETED))[0]:
                 if (missing := process.missing_room) and missing != reported:
                     report(f"{spec.name} waits for {missing}")
                 reported = missing
-            if keeper.done():
-                keeper.result()
+            if keeping.done():
+                keeping.result()
             num_blocks = await self._warm(process)
             process.life.stand(Standing.MEMBER)
             self.routers.worker_changed()
@@ -245,7 +245,7 @@ class Workforce:
         await self.routers.until_ready(num_used, among=[name])
 
     async def _warm(self, process: ManagedProcess) -> int:
-        if process.address is None:  # it has died already, and is started again
+        if process.spec.role not in POOLS or process.address is None:  # without KV; or it died, and is started again
             return 0
         return await self._evacuation.warm(_peer(process), self._peers(process))
 

@@ -53,12 +53,12 @@ async def bring_up_controller(
     try:
         connect(config.name)
     except ConnectionError as error:
-        starter.tell(StartFailure(reason=str(error)))
+        starter.notify(StartFailure(reason=str(error)))
         return 1
     try:
         there_before = named_actors(config.name)
         if CONTROLLER in there_before:
-            starter.tell(StartStep(text="a controller is there already"))
+            starter.notify(StartStep(text="a controller is there already"))
         controller = create_controller(config, run_dir)
         outcome = await _outcome(controller, starter, stopping, is_new=not there_before)
         if isinstance(outcome, StartFailure):
@@ -70,7 +70,7 @@ async def bring_up_controller(
         outcome = StartFailure(reason=f"the controller died: {error}")
     finally:
         await asyncio.to_thread(ray.shutdown)
-    starter.tell(outcome)
+    starter.notify(outcome)
     return 0 if isinstance(outcome, Up) else 1
 
 
@@ -104,7 +104,7 @@ async def _follow(controller: Any, starter: Starter) -> Up | StartFailure:
             await asyncio.sleep(_RETRY_S)  # Ray restarts it
             continue
         for step in progress.steps:
-            starter.tell(StartStep(text=step))
+            starter.notify(StartStep(text=step))
         num_seen = progress.num_steps
         if progress.outcome is not None:
             return progress.outcome

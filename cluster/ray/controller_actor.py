@@ -103,7 +103,7 @@ class ControllerActor:
         """End the actor for good. Called by the actor itself only; use `stop` elsewhere."""
         ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Note a step of `supervise`, or its outcome."""
         if isinstance(event, StartStep):
             self._steps.append(event.text)
@@ -118,12 +118,12 @@ class ControllerActor:
                 await self._lock(params.run_dir, holding)
                 await self._run(params)
         except RunDirTaken as error:
-            self.tell(StartFailure(reason=str(error)))
+            self.notify(StartFailure(reason=str(error)))
         except Exception as error:
             logger.exception("the controller failed")
-            self.tell(StartFailure(reason=f"the controller failed: {error!r}; see its log"))
+            self.notify(StartFailure(reason=f"the controller failed: {error!r}; see its log"))
         if self._outcome is None:
-            self.tell(
+            self.notify(
                 StartFailure(reason="stopped before it served")
             )  # a caller that waits for progress would keep the actor
         await self._leave()
@@ -146,7 +146,7 @@ class ControllerActor:
         state_file = StateFile(params.run_dir)
 
         def report(text: str) -> None:
-            self.tell(StartStep(text=text))
+            self.notify(StartStep(text=text))
 
         attempt = partial(self._attempt, params, state_file)
         await until_taken_over(attempt, state_file=state_file, report=report, stopping=self._stopping)

@@ -111,28 +111,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Start a head and leave its keeper in the background; see the module."""
     log_name, *command = arguments if arguments is not None else sys.argv[1:]
     log = Path(log_name).expanduser()
-    hears, tells = os.pipe()
+    reading, writing = os.pipe()
     if os.fork() != 0:
-        os.close(tells)
-        if os.read(hears, 1):
+        os.close(writing)
+        if os.read(reading, 1):
             return 0
         sys.stderr.write(f"Ray's head did not start; see {log}\n")
         return 1
-    os.close(hears)
+    os.close(reading)
     os.setsid()
     with log.open("ab") as output:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
 
-    def tell_once() -> None:
-        nonlocal tells
-        if tells >= 0:
-            os.write(tells, b"1")
-            os.close(tells)
-            tells = -1
+    def report_once() -> None:
+        nonlocal writing
+        if writing >= 0:
+            os.write(writing, b"1")
+            os.close(writing)
+            writing = -1
 
-    os._exit(keep(command, log, on_up=tell_once))
+    os._exit(keep(command, log, on_up=report_once))
 
 
 if __name__ == "__main__":

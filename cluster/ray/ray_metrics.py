@@ -45,7 +45,7 @@ class RayMetrics:
         self._tags = dict(tags)
         self._make = make
         self._metrics: dict[str, Any] = {}
-        self._told: dict[str, dict[_Tags, float]] = {}
+        self._sent: dict[str, dict[_Tags, float]] = {}
         """Last value of each series, by the metric's name."""
 
     def update(self) -> None:
@@ -60,20 +60,20 @@ class RayMetrics:
                 for sample in family.samples
                 if sample.name == name
             }
-            told = self._told.setdefault(name, {})
+            sent = self._sent.setdefault(name, {})
             if family.type == "gauge":
-                values = dict.fromkeys(told, 0.0) | values
+                values = dict.fromkeys(sent, 0.0) | values
             for tags, value in values.items():
-                self._tell(family.type, name, family.documentation, tags, value)
-            told |= values
+                self._send(family.type, name, family.documentation, tags, value)
+            sent |= values
 
-    def _tell(self, kind: str, name: str, text: str, tags: _Tags, value: float) -> None:
+    def _send(self, kind: str, name: str, text: str, tags: _Tags, value: float) -> None:
         metric = self._metrics.get(name)
         if metric is None:
             metric = self._metrics[name] = self._make(kind, name, text, tuple(key for key, _ in tags))
         if kind == "gauge":
             metric.set(value, dict(tags))
-        elif (more := value - self._told[name].get(tags, 0.0)) > 0:
+        elif (more := value - self._sent[name].get(tags, 0.0)) > 0:
             metric.inc(more, dict(tags))
 
     async def update_forever(self) -> None:

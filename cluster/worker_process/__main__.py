@@ -3,7 +3,7 @@
 from cluster.worker_process.server import start_pool_worker
 from common.config import load_config
 from common.log import setup_logging
-from common.service_process import parse_service_args, run_service, service_parser, told_failures
+from common.service_process import parse_service_args, reported_failures, run_service, service_parser
 from common.wire_names import ROLE_NUMBERS
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="control port; 0 picks a free one of its pool's `ports`")
     args = parse_service_args(parser)
     setup_logging(args.worker_id or f"{args.role}-0")
-    with told_failures():
+    with reported_failures():
         config = load_config(args.config).for_worker()
         run_service(
             lambda credentials: start_pool_worker(

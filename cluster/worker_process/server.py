@@ -16,7 +16,7 @@ from kv_transfer.link_rates import measure_link_rates
 from kvrelay.v1 import worker_pb2
 from prefill_worker.service import prefill_services
 from worker.environment import Environment
-from worker.factory import load_executor_for, load_template_for, speculator_for
+from worker.factory import load_model_for, load_template_for
 from worker.runtime import WorkerRuntime, pool_of
 from worker.serving import PlaneService, RunningWorker, start_worker
 
@@ -52,19 +52,18 @@ async def _load(
     worker_id = credentials.identity.name
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="load") as loading:
-        executor, tokenizer = await loop.run_in_executor(loading, load_executor_for, config, pool)
-        speculator = await loop.run_in_executor(loading, speculator_for, config, pool, executor)
+        model, drive, tokenizer = await loop.run_in_executor(loading, load_model_for, config, pool)
         chat_template = await loop.run_in_executor(loading, load_template_for, config)
     runtime = WorkerRuntime(
         config=config,
         role=role,
         worker_id=WorkerId(worker_id),
-        executor=executor,
+        executor=model,
         tokenizer=tokenizer,
-        environment=replace(Environment.real(credentials), speculator=speculator),
+        environment=replace(Environment.real(credentials), drive=drive),
     )
     runtime.chat_template = chat_template
     runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)
-    if executor.floors is not None:  # the device was measured, too
-        runtime.link_rates = await measure_link_rates(config.transfer, executor.kv, engine=runtime.engine)
+    if model.floors is not None:  # the device was measured, too
+        runtime.link_rates = await measure_link_rates(config.transfer, model.kv, engine=runtime.engine)
     return runtime

@@ -1,4 +1,4 @@
-"""Writes grammars as Lark sources for llguidance (engine/grammar.py).
+"""Writes grammars as Lark sources for llguidance (engine/text/grammar.py).
 
 Llguidance never lets text stand for a token that the tokenizer keeps apart (an added token), nor the other way round,
 unless nothing else may follow. So `token_ids` gives the ids of the markers that are tokens of the model's tokenizer

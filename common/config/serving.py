@@ -135,6 +135,8 @@ class ServingConfig(Section):
     @model_validator(mode="after")
     def _engine(self) -> "ServingConfig":
         model, pools = self.model, {"prefill": self.pools.prefill, "decode": self.pools.decode}
+        if model.vllm and model.engine != "vllm":
+            raise ValueError("model.vllm: only model.engine: vllm takes vLLM's arguments; leave them out")
         asked: list[tuple[str, str, object]] = []
         if model.quantization is not None:
             asked.append(("quantization", "model.quantization", model.quantization))

@@ -70,7 +70,7 @@ def _key_rows(name: str) -> Iterator[tuple[str, ...]]:
         if isinstance(field.default, BaseModel):
             continue
         need = next((each for each in field.metadata if isinstance(each, Need)), NEEDS["tenants"])
-        default = "required" if field.is_required() else in_yaml(field.default)
+        default = "required" if field.is_required() else in_yaml(field.get_default(call_default_factory=True))
         yield f"`{prefix}{key}`", f"`{default}`", f"`{need.name.lower()}`", meanings[key]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -75,9 +75,9 @@ class ModelConfig(Section):
     id: Annotated[str, Need.GENERATION] = "default"
     """A Hugging Face checkpoint folder, [plain or quantized](#quantized-checkpoints), a hub id, or `default`:
     SmolLM2-135M-Instruct, fetched once from the package registry. Or `random:qwen3-8b`, `random:qwen3-0.6b`,
-    `random:llama-3.1-8b`: [random weights](hosts.md#offline-machines) of
-    the published shape. Choose only models that you trust: a chat template is a program, which runs in the routers,
-    and no limit ends one that loops or takes all memory."""
+    `random:llama-3.1-8b`, and on CPUs `random:qwen3-30b-a3b`, `random:deepseek-v2-lite` and `random:gpt-oss-20b`:
+    [random weights](hosts.md#offline-machines) of the published shape. Choose only models that you trust: a chat
+    template is a program, which runs in the routers, and no limit ends one that loops or takes all memory."""
     name: Annotated[ServedName | None, Need.GENERATION] = None
     """Name under which clients ask for the model. `null`: a folder's own name, without its path; otherwise the id.
     Requests may also give the whole `model.id`, a folder with its absolute path; no list of models shows that."""
@@ -86,9 +86,12 @@ class ModelConfig(Section):
     chat_template: Annotated[Path | None, Need.GENERATION] = None
     """File of a chat template (Jinja), at this path on every host, instead of the checkpoint's own."""
     engine: Annotated[Literal["torch", "vllm", "fake"], Need.GENERATION] = "torch"
-    """`torch`: our own decoder, and transformers. `vllm`: vLLM's model runner, with
+    """`torch`: our own decoder, and transformers. `vllm`: vLLM's own engine, with
     [more models and several ranks](engines.md). `fake` computes a hash instead of a model: for tests of everything
     around it."""
+    vllm: Annotated[dict[str, Any], Need.GENERATION] = Field(default_factory=dict)
+    """Further [arguments of vLLM's engine](engines.md#vllms-engine) by their names, such as
+    `{quantization: compressed-tensors}`; only with `engine: vllm`."""
     fake_step_ms: Annotated[float, Field(ge=0), Need.WORKERS] = 0.0
     """Milliseconds that a step of the fake engine takes."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Need.GENERATION] = "auto"
@@ -107,7 +110,7 @@ class ModelConfig(Section):
     kernels: Annotated[Literal["auto", "torch", "cudnn", "compile"], Need.WORKERS] = "auto"
     """On a CPU: `auto` compiles kernels for this processor once, where a C++ compiler is installed, and logs which path
     runs. `torch`: never. `cudnn`: as `auto`, and on a GPU cuDNN computes the attention of prompts, in pages of the
-    model's dtype and layers without a window; not yet measured on one. `compile`: vLLM's runner under
+    model's dtype and layers without a window; not yet measured on one. `compile`: vLLM under
     [`torch.compile`](engines.md#torchcompile); it needs a C++ compiler, and workers start later."""
     local_files_only: Annotated[bool, Need.NOTHING] = False
     """Never ask the hub; use only folders and the hub's local cache."""

@@ -9,8 +9,8 @@
 | KV plane of a worker | workers with a ticket | KvTransferService, health |
 | control socket of the controller | operators, by the permissions of the run folder | ControllerService |
 
-Doors are open to all clients; the rights of a call depend on its tenant (router/doors/doorkeeper.py) or its capability
-(decode_worker/direct.py). Inside listeners identify every caller by its certificate, or by a proof of it.
+Doors are open to all clients; the rights of a call depend on its tenant (router/doors/authentication.py) or its
+capability (decode_worker/direct.py). Inside listeners identify every caller by its certificate, or by a proof of it.
 """
 
 from collections.abc import Mapping

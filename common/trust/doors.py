@@ -188,8 +188,8 @@ def scrape_tls(credentials: Credentials) -> ScrapeTls | None:
     keep_fresh(credentials, lambda: door.refresh(context))
 
     def check(connection: ssl.SSLSocket) -> None:
-        told: Any = connection.getpeercert()
-        names = [str(value) for kind, value in told.get("subjectAltName", ()) if kind == "URI"]
+        shown: Any = connection.getpeercert()
+        names = [str(value) for kind, value in shown.get("subjectAltName", ()) if kind == "URI"]
         identity = identity_among(names, cluster=credentials.identity.cluster)
         if identity.role is not Role.OPERATOR:
             raise AccessDenied(f"metrics are for operators, not for a {identity.role}")

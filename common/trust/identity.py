@@ -10,7 +10,7 @@ class Role(StrEnum):
     """Kind of a caller; `access` lists the methods of each."""
 
     CLIENT = "client"
-    """Any caller of a door. Its API key identifies the tenant (router/doors/doorkeeper.py)."""
+    """Any caller of a door. Its API key identifies the tenant (router/doors/authentication.py)."""
     ROUTER = "router"
     WORKER = "worker"
     CONTROLLER = "controller"

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from common.tokens import TokenArray
-from engine.cuda.columns import Column, PackedColumns, RowMap
-from engine.draw import RaceColumns
+from engine.device.columns import Column, PackedColumns, RowMap
 from engine.executor import ScheduledSequence
-from engine.logits import SamplingRow
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.step import DeviceStep, StepColumns
+from engine.sampling.draw import RaceColumns
+from engine.sampling.logits import SamplingRow
 from engine.sequence import Sequence
 
 _NOTHING = b""

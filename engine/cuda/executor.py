@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 
 from engine.cuda.buffers import BlockTables, RaggedColumns
-from engine.cuda.columns import Column, PackedColumns
-from engine.cuda.device import Fetch, device_for
 from engine.cuda.graphs import DecodeGraphs, DeviceOps, decode_sizes
-from engine.draw import RaceColumns, first_best
+from engine.device.columns import Column, PackedColumns
+from engine.device.devices import Fetch, device_for
 from engine.executor import DoneStep, Hidden, ScheduledSequence, StepHandle, StepResult
-from engine.kv_cache import TorchKvStore
 from engine.kv_store import KvStore
-from engine.logits import LogprobsFetch, fetch_logprobs
 from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
-from engine.sampler import Nucleus, Sampler, sampling_rows
-from engine.sampling_plan import Chosen, SamplingPlan
+from engine.pages.kv_cache import TorchKvStore
+from engine.sampling.draw import RaceColumns, first_best
+from engine.sampling.logits import LogprobsFetch, fetch_logprobs
+from engine.sampling.plan import Chosen, SamplingPlan
+from engine.sampling.sampler import Nucleus, Sampler, sampling_rows
 from engine.work import StepFloors
 
 # Prompt log-probabilities need float32 logits of every position; they are computed for this many rows at a time.

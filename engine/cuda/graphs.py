@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from engine.cuda.buffers import DecodeColumns, DecodeLayout
-from engine.cuda.columns import PackedColumns
-from engine.cuda.device import device_for
-from engine.draw import first_best
+from engine.device.columns import PackedColumns
+from engine.device.devices import device_for
 from engine.executor import ScheduledSequence
-from engine.logits import SamplingRow
 from engine.model.decoder import Decoder
 from engine.ops.interface import StepOps
 from engine.ops.triton_kernels.step import DeviceStep
+from engine.sampling.draw import first_best
+from engine.sampling.logits import SamplingRow
 
 logger = logging.getLogger(__name__)
 

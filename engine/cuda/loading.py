@@ -8,25 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from common.sampling import MAX_LOGPROBS, MAX_N, SamplingParams
-from engine.cuda.device import MeasuredMemory, device_for
 from engine.cuda.executor import CudaExecutor, StepLimits
 from engine.cuda.graphs import DeviceOps, decode_sizes
 from engine.cuda.portable import PortableOps
-from engine.floors import measure_floors
-from engine.kv_cache import TorchKvStore, num_blocks_for_budget
+from engine.device.devices import MeasuredMemory, device_for
+from engine.device.memory import MemoryShare, NoRoomForPages, device_free_bytes
 from engine.kv_store import KvShape
-from engine.logits import SamplingRow
-from engine.memory import MemoryShare, NoRoomForPages, device_free_bytes
-from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder
+from engine.model.floors import measure_floors
 from engine.model.loader import load_weights
-from engine.model.precision import dtype_name
-from engine.model.quantize import kv_scales, quantize_weights, widen_weights
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.options import CheckpointInfo, EngineOptions, ModelDescription
-from engine.sampler import Nucleus, Sampler
+from engine.pages.kv_cache import TorchKvStore
+from engine.sampling.logits import SamplingRow
+from engine.sampling.sampler import Nucleus, Sampler
+from engine.weights.config import DecoderConfig
+from engine.weights.quantize import kv_scales, quantize_weights, widen_weights
 from engine.work import StepFloors
 
 logger = logging.getLogger(__name__)
@@ -96,12 +95,7 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
         uses_cudnn=options.kernels == "cudnn",
     )
     bounds = StepBounds(max_step_tokens=options.max_step_tokens, max_running=options.max_running)
-    num_blocks = options.num_blocks
-    if num_blocks is None:
-        kv_bytes = options.kv_memory_bytes
-        if kv_bytes is None:
-            kv_bytes = measure_kv_bytes(loaded, bounds, options.memory_share)
-        num_blocks = num_blocks_for_budget(kv_bytes, model.shape)
+    num_blocks = options.num_pages(model.shape, lambda: measure_kv_bytes(loaded, bounds, options.memory_share))
     return make_cuda_executor(loaded, num_blocks, bounds)
 
 
@@ -117,16 +111,7 @@ def make_cuda_executor(model: LoadedModel, num_blocks: int, bounds: StepBounds) 
         "device executor ready",
         extra={
             "model": model.info.name,
-            "device": str(model.device),
-            "dtype": dtype_name(model.dtype),
             "kernels": ops.name,
-            "max_model_len": model.info.max_model_len,
-            "kv_dtype": model.shape.dtype,
-            "kv_bytes_per_token": model.shape.bytes_per_token,
-            "kv_bytes": num_blocks * model.shape.block_bytes,
-            "num_blocks": num_blocks,
-            "block_size": model.shape.block_size,
-            "num_kv_tokens": num_blocks * model.shape.block_size,
             "warm_up_s": round(time.monotonic() - started_s, 3),
         },
     )
@@ -204,7 +189,7 @@ def kv_bytes_left(largest_step: MeasuredMemory, share: MemoryShare, *, graph_byt
         total = weights, other processes │ a step at its largest │ graphs      │ reserve │ pages
                 not free                 │ measured              │ graph_bytes │ stated  │ the rest
 
-    Workers that share a card each count their own fraction of it (`engine.memory`).
+    Workers that share a card each count their own fraction of it (`engine.device.memory`).
     """
     free_bytes = device_free_bytes(largest_step.device, share)
     reserve_bytes = max(_MIN_RESERVE_BYTES, round(largest_step.device.total_bytes * _RESERVE_SHARE))

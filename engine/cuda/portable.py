@@ -56,11 +56,18 @@ class _PaddedStep:
         """See `StepOps`."""
         return self._ops.add_rms_norm(x, residual, weight)
 
-    def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        layer_idx: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `StepOps`; padding reads zeros and writes nothing."""
-        attended = self._ops.attend(layer_idx, qkv[: self._num_tokens], q_norm, k_norm)
+        attended = self._ops.attend(layer_idx, qkv[: self._num_tokens], q_norm, k_norm, sinks)
         return F.pad(attended, (0, 0, 0, len(qkv) - self._num_tokens))
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
-        return self._ops.silu_mul(gate_up)
+        return self._ops.gate_mul(gate_up)

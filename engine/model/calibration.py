@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from common.ids import BlockId
-from engine.kv_cache import TorchKvStore, kv_shape
-from engine.model.config import DecoderConfig
-from engine.model.gptq import TextSums, round_for_text
-from engine.model.grouped import GroupedWeight, input_span, round_inputs
-from engine.model.precision import dtype_name
-from engine.model.weights import DecoderWeights, FusedProjection, Linear, fused_projections, plain
 from engine.ops.interface import StepOps
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
+from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.weights.config import DecoderConfig
+from engine.weights.decoder_weights import DecoderWeights, Linear, plain
+from engine.weights.gptq import TextSums, round_for_text
+from engine.weights.grouped import GroupedWeight, input_span, round_inputs
+from engine.weights.layout import FusedProjection, layer_projections
+from engine.weights.precision import dtype_name
 
 _BLOCK_SIZE = 16
 
@@ -40,8 +40,8 @@ def round_for_windows(
 
     exact, rounded = (_Pass(weights, windows, step, prepare) for prepare in (_as_they_are, round_all))
     for layer_idx, layer in enumerate(weights.layers):
-        for projection in fused_projections(config):
-            linear = plain(getattr(layer, projection.field))
+        for place, projection in zip(layer.places(), layer_projections(config, layer_idx), strict=True):
+            linear = plain(place.get())
             wanted = exact.multiply(linear)
             sums = TextSums.zero((linear.weight.shape[0], linear.weight.shape[1]))
             for x, y in zip(rounded.inputs, rounded.missing(projection.field, wanted, exact), strict=True):
@@ -68,7 +68,7 @@ class _Pass:
         self._weights = weights
         self._step = step
         self._prepare = prepare
-        self._residuals = [F.embedding(torch.tensor(window), weights.embedding) for window in windows]
+        self._residuals = [weights.embed(torch.tensor(window)) for window in windows]
         self.inputs = self._prepared(step.rms_norm(each, weights.layers[0].input_norm) for each in self._residuals)
         """Inputs of the projection, [num_tokens, in_features] of each window."""
 
@@ -77,8 +77,11 @@ class _Pass:
         return [linear(x) for x in self.inputs]
 
     def missing(self, field: str, wanted: list[Tensor], exact: "_Pass") -> list[Tensor]:
-        """Return results that lead this pass to the residual stream that `exact` reaches with its results `wanted`."""
-        if field not in _NORM_AFTER:
+        """Return results that lead this pass to the residual stream that `exact` reaches with its results `wanted`.
+
+        Results that are normalised first, of whatever length, are wanted as they are.
+        """
+        if field not in _NORM_AFTER or self._weights.layers[0].attention_output_norm is not None:
             return wanted
         residuals = zip(exact._residuals, self._residuals, strict=True)  # noqa: SLF001 - of the same class
         return [y + (there - here) for y, (there, here) in zip(wanted, residuals, strict=True)]
@@ -88,12 +91,14 @@ class _Pass:
         layer = self._weights.layers[layer_idx]
         match field:
             case "qkv":
-                outputs = (self._step.attend(layer_idx, y, layer.q_norm, layer.k_norm) for y in results)
+                outputs = (self._step.attend(layer_idx, y, layer.q_norm, layer.k_norm, layer.sinks) for y in results)
             case "gate_up":
-                outputs = (self._step.silu_mul(y) for y in results)
+                outputs = (self._step.gate_mul(y) for y in results)
             case _:
+                own = layer.attention_output_norm if field == "output" else layer.mlp_output_norm
+                added = results if own is None else [self._step.rms_norm(y, own) for y in results]
                 norm = layer.post_attention_norm if field == "output" else self._norm_behind(layer_idx)
-                both = zip(results, self._residuals, strict=True)
+                both = zip(added, self._residuals, strict=True)
                 outputs = (self._step.add_rms_norm(y, residual, norm) for y, residual in both)
         self.inputs = self._prepared(outputs)
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.config import DecoderConfig
-from engine.model.weights import Convert, Projection
 from engine.ops.interface import StepOps
+from engine.weights.config import DecoderConfig
+from engine.weights.decoder_weights import Convert, Projection
 
 Logits = Callable[[Tensor], Tensor]
 """Returns float32 logits [rows, vocab] for hidden states [rows, hidden] of the layer's dtype."""
@@ -114,7 +114,7 @@ class EagleLayer:
                 residual = normed if self._has_normed_residual else residual
         attended = ops.attend(0, weights.qkv(inputs), None, None)
         normed = ops.add_rms_norm(weights.output(attended), residual, weights.post_attention_norm)
-        return residual + weights.down(ops.silu_mul(weights.gate_up(normed)))
+        return residual + weights.down(ops.gate_mul(weights.gate_up(normed)))
 
     def logits(self, states: Tensor, ops: StepOps) -> Tensor:
         """Return float32 logits [rows, vocab of the model] for rows of `forward`'s result; -inf where it has none."""

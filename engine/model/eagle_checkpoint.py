@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from engine.model.checkpoints.checkpoint import open_checkpoint, read_config
-from engine.model.checkpoints.formats import read_weight_format
+from engine.model.checkpoints.quantization_config import read_weight_format
 from engine.model.checkpoints.safetensors_files import open_safetensors
-from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
 from engine.model.eagle import EagleLayer, EagleWeights, Logits
 from engine.model.loader import MTP_PREFIX, weight_files
-from engine.model.weights import Linear
+from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
+from engine.weights.decoder_weights import Linear
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 NUM_TAPPED_LAYERS = 3
@@ -79,9 +79,9 @@ def read_eagle(folder: Path, model: DraftedModel) -> EagleLayer:
     )
     layers: tuple[int, ...] = ()
     if has_states_of_layers:
-        weights.hidden_norm = tensors.take(f"{_LAYER}hidden_norm.weight", hidden_size)
-        weights.input_norm = tensors.take(f"{_LAYER}input_layernorm.weight", hidden_size)
-        weights.final_norm = tensors.take("norm.weight", hidden_size)
+        weights.hidden_norm = tensors.take_norm(f"{_LAYER}hidden_norm.weight", hidden_size)
+        weights.input_norm = tensors.take_norm(f"{_LAYER}input_layernorm.weight", hidden_size)
+        weights.final_norm = tensors.take_norm("norm.weight", hidden_size)
         named = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         layers = _checked_layers(named or tapped_layers(model.num_layers), model.num_layers)
     if tensors.has("lm_head.weight"):
@@ -127,10 +127,10 @@ def read_mtp(model_dir: Path, model: DraftedModel) -> EagleLayer:
         embedding=model.embedding,
         fc=tensors.linear([f"{_LAYER}input_proj"], size, 2 * size),
         **tensors.take_block(config, in_features=size),
-        input_norm=tensors.take(f"{_LAYER}token_layernorm.weight", size),
-        state_norm=tensors.take(f"{_LAYER}hidden_layernorm.weight", size),
-        hidden_norm=tensors.take(f"{_LAYER}input_layernorm.weight", size),
-        final_norm=tensors.take(f"{_LAYER}final_layernorm.weight", size),
+        input_norm=tensors.take_norm(f"{_LAYER}token_layernorm.weight", size),
+        state_norm=tensors.take_norm(f"{_LAYER}hidden_layernorm.weight", size),
+        hidden_norm=tensors.take_norm(f"{_LAYER}input_layernorm.weight", size),
+        final_norm=tensors.take_norm(f"{_LAYER}final_layernorm.weight", size),
     )
     tensors.refuse_rest(model_dir)
     return EagleLayer(
@@ -210,6 +210,10 @@ class _Tensors:
         self._left.discard(name)
         return tensor
 
+    def take_norm(self, name: str, size: int) -> Tensor:
+        """Return a norm in float32, as kernels read it. Raises UnsupportedModel."""
+        return self.take(name, size).float()
+
     def linear(self, modules: Sequence[str], num_rows: int, in_features: int) -> Linear:
         """Return the joined rows of some modules. Raises UnsupportedModel."""
         parts = [self._rows(f"{module}.weight", in_features) for module in modules]
@@ -233,7 +237,7 @@ class _Tensors:
         return {
             "qkv": self.linear([f"{_LAYER}self_attn.{name}_proj" for name in "qkv"], qkv_size, in_features),
             "output": self.linear([f"{_LAYER}self_attn.o_proj"], hidden_size, attended_size),
-            "post_attention_norm": self.take(f"{_LAYER}post_attention_layernorm.weight", hidden_size),
+            "post_attention_norm": self.take_norm(f"{_LAYER}post_attention_layernorm.weight", hidden_size),
             "gate_up": self.linear(gate_up, 2 * config.intermediate_size, hidden_size),
             "down": self.linear([f"{_LAYER}mlp.down_proj"], hidden_size, config.intermediate_size),
         }

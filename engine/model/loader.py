@@ -17,22 +17,19 @@ from engine.model.checkpoints import gguf_file
 from engine.model.checkpoints.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from engine.model.checkpoints.formats import WeightFormat
 from engine.model.checkpoints.fusing import fuse
-from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel, read_json
-from engine.model.grouped import GroupedWeight
-from engine.model.quantize import refuse_unless_finite
-from engine.model.random_weights import make_random_weights
-from engine.model.weights import (
-    HEAD_FIELD,
+from engine.weights.config import DecoderConfig, TransformersConfig, UnsupportedModel, read_json
+from engine.weights.decoder_weights import HEAD_FIELD, Convert, DecoderWeights, Projection, plain
+from engine.weights.grouped import GroupedWeight
+from engine.weights.layout import (
     HEAD_MODULE,
-    Convert,
-    DecoderWeights,
-    Projection,
+    all_projections,
     allocate_weights,
     checkpoint_views,
-    fused_projections,
-    layer_modules,
-    plain,
+    complete_norms,
+    layer_projections,
 )
+from engine.weights.quantize import refuse_unless_finite
+from engine.weights.random_weights import make_random_weights
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -103,8 +100,7 @@ def load_weights(
 
 def _projection_modules(config: DecoderConfig) -> set[str]:
     """Return the names of all projections in a checkpoint."""
-    layers, fused = range(config.num_layers), fused_projections(config)
-    modules = {module for i in layers for projection in fused for module in layer_modules(i, projection)}
+    modules = {module for projection in all_projections(config) for module in projection.modules}
     return modules if config.has_tied_embeddings else {*modules, HEAD_MODULE}
 
 
@@ -120,7 +116,7 @@ def _fill_plain(checkpoint: Checkpoint, weights: DecoderWeights, config: Decoder
     views = checkpoint_views(weights, config)
     pending = {name for name, view in views.items() if not view.is_meta}
     for name in checkpoint.plain:
-        if name.endswith(_IGNORED_SUFFIXES) or name.startswith(MTP_PREFIX):
+        if name.endswith(_IGNORED_SUFFIXES) or name.startswith(_draft_prefixes(config)):
             continue
         if name == f"{HEAD_MODULE}.weight" and config.has_tied_embeddings:
             continue
@@ -135,6 +131,12 @@ def _fill_plain(checkpoint: Checkpoint, weights: DecoderWeights, config: Decoder
     if pending:
         names = sorted(pending)
         raise UnsupportedModel(f"{len(names)} tensors are missing in the checkpoint, {names[0]} among them")
+    complete_norms(weights, config)
+
+
+def _draft_prefixes(config: DecoderConfig) -> tuple[str, ...]:
+    behind = range(config.num_layers, config.num_layers + config.num_draft_layers)
+    return MTP_PREFIX, *(f"model.layers.{layer_idx}." for layer_idx in behind)
 
 
 def _tensor(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
@@ -155,7 +157,7 @@ def _install(
 
     Raises UnsupportedModel for modules without a place.
     """
-    unknown = {module for module in checkpoint.quantized if not module.startswith(MTP_PREFIX)}
+    unknown = {module for module in checkpoint.quantized if not module.startswith(_draft_prefixes(config))}
 
     def read(module: str, shape: tuple[int, int]) -> GroupedWeight | Tensor:
         unknown.discard(module)
@@ -175,16 +177,12 @@ def _install(
         return projection if convert is None else convert(field, projection)
 
     for layer_idx, layer in enumerate(weights.layers):
-        for projection in fused_projections(config):
-            names = layer_modules(layer_idx, projection)
+        for place, projection in zip(layer.places(), layer_projections(config, layer_idx), strict=True):
+            names = projection.modules
             if any(name in modules for name in names):
-                bias = plain(getattr(layer, projection.field)).bias
+                bias = plain(place.get()).bias
                 # No name keeps a plain projection while the next one is read.
-                setattr(
-                    layer,
-                    projection.field,
-                    converted(projection.field, join(names, projection.rows, projection.in_features, bias)),
-                )
+                place.put(converted(place.field, join(names, projection.rows, projection.in_features, bias)))
     if HEAD_MODULE in modules:
         weights.head = join([HEAD_MODULE], [config.vocab_size], config.hidden_size, None)
     weights.head = converted(HEAD_FIELD, weights.head)
@@ -213,13 +211,13 @@ def kv_fingerprint(
     which may allow other tokens. `kv_dtype` is the pages' dtype; None: that of the weights.
     """
     # A field that a later version adds with a default changes nothing: workers of both versions exchange KV meanwhile.
-    told = [
+    changed = [
         (field.name, value)
         for field in dataclasses.fields(config)
         if (value := getattr(config, field.name)) != field.default
     ]
     essentials = (
-        *(_KV_LAYOUT_VERSION, told, dtype, kv_dtype or dtype, quantization, block_size, content_digest(files)),
+        *(_KV_LAYOUT_VERSION, changed, dtype, kv_dtype or dtype, quantization, block_size, content_digest(files)),
         grammar_library_version(),
     )
     return hashlib.blake2b(repr(essentials).encode(), digest_size=16).hexdigest()

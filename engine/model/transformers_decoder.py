@@ -1,6 +1,6 @@
 """Decoders that transformers computes, with our paged cache in its attention registry.
 
-The four native architectures (`engine.model.config`) do not use this. The others run their reference implementation,
+The native architectures (`engine.weights.config`) do not use this. The others run their reference implementation,
 module by module, which is slower but needs no port. A batch is one flat row of tokens with explicit positions; in these
 models tokens interact only in attention, which is ours.
 """
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from engine.kv_cache import TorchKvStore
-from engine.model.config import TransformersConfig
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.torch_attention import StepAttention, TorchPagedAttention
+from engine.pages.kv_cache import TorchKvStore
+from engine.weights.config import TransformersConfig
 
 PAGED_ATTENTION = "kvrelay_paged"
 """Name of our attention in transformers' registry."""
@@ -99,16 +99,17 @@ def _paged_attention(
     attention_mask: None = None,
     *,
     kvrelay_step: TransformersStep,
-    **_options: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend over our pages; an attention function of transformers.
 
     query, key, value [1, heads, num_tokens, head_dim], rotated; the result is [1, num_tokens, num_heads, head_dim].
-    The trial run has checked `_options`, and that there is no mask: transformers makes none for an attention function
-    without a registered mask function.
+    The option `s_aux` has the layer's sinks. The trial run has checked all options, and that there is no mask:
+    transformers makes none for an attention function without a registered mask function.
     """
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))
-    return kvrelay_step.attention.attend(module.layer_idx, *rows)[None], None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    attended = kvrelay_step.attention.attend(module.layer_idx, query, key, value, options.get("s_aux"))
+    return attended[None], None
 
 
 @dataclass

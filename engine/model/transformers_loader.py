@@ -20,9 +20,8 @@ import transformers
 from torch import Tensor
 
 from common.ids import BlockId
-from engine.kv_cache import TorchKvStore, kv_shape
+from common.random_models import SEED_FILE
 from engine.model.checkpoints.checkpoint import is_gguf
-from engine.model.config import TransformersConfig, UnsupportedModel
 from engine.model.loader import weight_files
 from engine.model.transformers_decoder import (
     PAGED_ATTENTION,
@@ -32,6 +31,8 @@ from engine.model.transformers_decoder import (
 )
 from engine.model.transformers_trial import causal_lm_class, pin_rotary_frequencies, pretrained_config, refusing
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.weights.config import TransformersConfig, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,11 @@ TESTED_ARCHITECTURES = frozenset(
         "GPT2LMHeadModel",
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
         "GlmForCausalLM",
+        "GptOssForCausalLM",
         "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeHybridForCausalLM",
@@ -115,7 +116,12 @@ def load_transformers_decoder(
 def _load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
     """Return the checkpoint's model, on the CPU, with our attention."""
     register_paged_attention()
-    if is_gguf(weight_files(model_dir)):  # raises unless safetensors files are complete
+    files = weight_files(model_dir)  # raises unless they are complete
+    if files[0].name == SEED_FILE:
+        raise UnsupportedModel(
+            f"cannot fill a model of transformers with the random weights of {model_dir}; use model.device: cpu"
+        )
+    if is_gguf(files):
         raise UnsupportedModel(f"{model_dir} holds a GGUF file; for this architecture only safetensors files are read")
     if (model_dir / "adapter_config.json").exists():
         raise UnsupportedModel(f"{model_dir} holds an adapter (adapter_config.json); adapters are not supported")

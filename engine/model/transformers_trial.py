@@ -4,7 +4,7 @@ transformers has some two hundred decoders, each with its own names for heads, s
 names, the model is built on the meta device, where tensors have shapes and no content, and called with three tokens;
 every layer states its demands in its call of the attention function. Demands that a paged cache of keys and values
 cannot meet are refused by name, before a weight is read: linear attention and other state, latent attention, cross
-attention, biases and sinks, attention in chunks, layers that share keys or differ in their heads.
+attention, biases, attention in chunks, layers that share keys or differ in their heads.
 """
 
 import hashlib
@@ -20,13 +20,15 @@ import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
-from engine.model.config import ScoreFunction, TransformersConfig, UnsupportedModel, longest_text, read_json
+from engine.weights.config import ScoreFunction, TransformersConfig, UnsupportedModel, read_json
+from engine.weights.rope_config import longest_text
 
 _TRIAL_ATTENTION = "kvrelay_trial"
 _NUM_TRIAL_TOKENS = 3
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Arguments of an attention call without effect here: the model is in eval mode, and keys include their positions.
-_NEUTRAL_OPTIONS = frozenset({"dropout", "position_ids", "cache_position", "is_causal"})
+# Arguments of an attention call without effect here: the model is in eval mode, and keys include their positions. Sinks
+# (s_aux) are handed on at each call.
+_NEUTRAL_OPTIONS = frozenset({"dropout", "position_ids", "cache_position", "is_causal", "s_aux"})
 _UNSUPPORTED_KEYS = {
     "quantization_config": "quantized weights",
     "transformers_weights": "weights in files of other names",

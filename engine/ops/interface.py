@@ -1,24 +1,24 @@
 """The seam between the decoder and the kernels.
 
-A decoder is matrix products (`engine.model.weights.Linear`) and, between them, the operations below. They are bound by
-memory: a good implementation reads and writes every byte once.
+A decoder is matrix products (`engine.weights.decoder_weights.Linear`) and, between them, the operations below. They are
+bound by memory: a good implementation reads and writes every byte once.
 
     torch_ops.TorchOps             portable reference, any device
     cpu.CpuOps                     C++ kernels for the CPU, where a compiler is at hand
     triton_kernels.TritonOps       CUDA
 """
 
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from engine.ops.metadata import AttentionMetadata
+from engine.weights.decoder_weights import LatentWeights
+from engine.weights.quantize import Fp8Rows
 
 
 class StepOps(Protocol):
-    """Operations of one planned step. All tensors have the weights' dtype and device; rows are new tokens."""
+    """Operations of one planned step. Tensors have the weights' dtype, norms float32; rows are new tokens."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x / rms(x) * weight, [num_tokens, hidden_size]; the mean square is taken in float32."""
@@ -28,30 +28,43 @@ class StepOps(Protocol):
         """Add x to the residual stream (mutates `residual`) and return its norm, as `rms_norm` does."""
         ...
 
-    def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        layer_idx: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Return the attention of the new tokens over their contexts, [num_tokens, num_heads * head_dim].
 
         qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] has the projected query, key and value heads. Query
         and key heads are normalised (q_norm, k_norm [head_dim], or None) and rotated to their positions, and the new
-        keys and values are written to the layer's pages before the read. Mutates the pages, and may mutate qkv.
+        keys and values are written to the layer's pages before the read. Each of the sinks [num_heads] is a logit that
+        joins its head's softmax and has no value. Mutates the pages, and may mutate qkv.
         """
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [num_tokens, intermediate_size], of gate_up [num_tokens, 2 * intermediate_size]."""
+    def gate_mul(self, gate_up: Tensor) -> Tensor:
+        """Return f(gate) * up, [num_tokens, intermediate_size], of gate_up [num_tokens, 2 * intermediate_size].
+
+        f is the model's activation.
+        """
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Rows:
-    """Inputs of a projection in 8 bits."""
+@runtime_checkable
+class LatentStepOps(Protocol):
+    """Operations of models with latent attention."""
 
-    values: Tensor
-    """e4m3 [num_tokens, num_features]."""
-    scales: Tensor
-    """float32 [num_tokens, 1], which restore the rows."""
-    dtype: torch.dtype
-    """Dtype in which they were computed."""
+    def attend_latent(self, layer_idx: int, compressed: Tensor, weights: LatentWeights) -> Tensor:
+        """Return the attention of the new tokens over their contexts, [num_tokens, num_heads * value_dim].
+
+        compressed [num_tokens, features] are products of `LayerWeights.qkv`: the queries, or what `weights` makes them
+        from, and the pages' rows. Both are normalised and rotated, and the rows are written to the layer's pages before
+        the read. Mutates the pages.
+        """
+        ...
 
 
 @runtime_checkable
@@ -66,8 +79,8 @@ class Fp8StepOps(Protocol):
         """Return `StepOps.add_rms_norm` in 8 bits."""
         ...
 
-    def silu_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
-        """Return `StepOps.silu_mul` in 8 bits."""
+    def gate_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
+        """Return `StepOps.gate_mul` in 8 bits."""
         ...
 
 

@@ -1,7 +1,8 @@
 """Description of a step for attention: a ragged batch, made once on the host."""
 
+from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -103,6 +104,15 @@ class AttentionMetadata:
             mirror_start_loc=None if mirrors is None else np.cumsum([0, *map(len, mirrors)], dtype=np.int64),
             mirror_slots=None if mirrors is None else np.array([*chain.from_iterable(mirrors)], dtype=np.int64),
         )
+
+    def on_window_pages(self, window_page_of: "array[int]") -> "AttentionMetadata":
+        """Return the step as layers with window pages see it: a block is its window page, and -1 where it has none."""
+        page_of = np.frombuffer(window_page_of, dtype=np.int32)
+        spans = [
+            replace(span, block_table=array("i", page_of[np.asarray(span.block_table, dtype=np.int32)].tobytes()))
+            for span in self.spans
+        ]
+        return self.from_spans(spans, block_size=self.block_size)
 
 
 def _slot(span: SequenceSpan, block_size: int) -> int:

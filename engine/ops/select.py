@@ -6,13 +6,8 @@ from pathlib import Path
 
 import torch
 
-from engine.kv_cache import TorchKvStore
-from engine.model.config import DecoderConfig
-from engine.model.grouped import GroupedLinear, RoundedInputs
-from engine.model.precision import cpu_has
-from engine.model.quantize import QuantizationMethod, quantizer, widen_weights
-from engine.model.weights import Convert, DecoderWeights, Linear
 from engine.ops.cpu.build import NotBuilt, build_kernels
+from engine.ops.cpu.draw import compiled_draw
 from engine.ops.cpu.library import DTYPES, CpuKernels
 from engine.ops.cpu.linear import (
     OneDnnLinear,
@@ -24,6 +19,13 @@ from engine.ops.cpu.linear import (
 )
 from engine.ops.cpu.ops import CpuOps, can_attend
 from engine.ops.torch_ops import TorchOps
+from engine.pages.kv_cache import TorchKvStore
+from engine.sampling.draw import DrawKernel
+from engine.weights.config import DecoderConfig
+from engine.weights.decoder_weights import Convert, DecoderWeights, Linear
+from engine.weights.grouped import GroupedLinear, RoundedInputs
+from engine.weights.precision import cpu_has
+from engine.weights.quantize import QuantizationMethod, quantizer, widen_weights
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,12 @@ def load_cpu_kernels(dtype: torch.dtype) -> CpuKernels | None:
         logger.warning("plain torch kernels, which are slower: %s", built.reason)
         return None
     return _open(built, dtype)
+
+
+def load_draw_kernel(device: torch.device) -> DrawKernel | None:
+    """Return the compiled kernel that draws from logits on a device; None: there is none, and torch does."""
+    kernels = load_cpu_kernels(torch.float32) if device.type == "cpu" else None
+    return None if kernels is None else compiled_draw(kernels)
 
 
 def _open(library: Path, dtype: torch.dtype) -> CpuKernels | None:

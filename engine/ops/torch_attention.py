@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.ids import BlockId
-from engine.kv_cache import TorchKvStore
-from engine.kv_format import KvFormat
-from engine.model.config import ScoreFunction
 from engine.ops.metadata import AttentionMetadata, Ints
 from engine.ops.torch_pages import PagedRows, layer_pages
+from engine.ops.torch_softmax import Softmax, attend_written_out, causal_mask
+from engine.pages.kv_cache import TorchKvStore
+from engine.pages.kv_format import KvFormat
+from engine.weights.config import ScoreFunction
 
 # A decode group accepts a shorter sequence while its padded keys stay below the larger of these: another group costs
 # about as much, in every layer, as reading some hundred keys.
@@ -30,11 +31,12 @@ _PADDING_SHARE = 0.25
 class StepAttention(Protocol):
     """Attention of one planned step."""
 
-    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Write the new tokens' KV into the layer's pages, then return the attention of the queries over them.
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], of one dtype; the
-        result has query's shape. Mutates the pages.
+        result has query's shape. Each of the sinks [num_heads] is a logit that joins its head's softmax and has no
+        value. Mutates the pages.
         """
         ...
 
@@ -54,7 +56,7 @@ class _DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk:
+class Chunk:
     """Several new tokens of one sequence."""
 
     tokens: slice
@@ -67,10 +69,12 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Plan of one step, for layers of one window."""
+    """Plan of one step, for layers of one window and kind of pages."""
 
+    slots: Tensor
+    """Slot of each new token's KV, int64 [num_tokens]."""
     groups: tuple[_DecodeGroup, ...]
-    chunks: tuple[_Chunk, ...]
+    chunks: tuple[Chunk, ...]
 
 
 class TorchPagedAttention:
@@ -97,10 +101,22 @@ class TorchPagedAttention:
     def plan(self, metadata: AttentionMetadata) -> "TorchStepAttention":
         """Group decode tokens, cut chunks and build masks: all host work of a step."""
         _clear_entered_blocks(metadata, self._store)
-        plans = {window: _make_plan(metadata, window, self._store, self._dtype) for window in set(self._windows)}
-        slots = torch.from_numpy(metadata.slot_mapping).to(self._store.layers[0][0].device)
-        layer_plans = tuple(plans[window] for window in self._windows)
-        return TorchStepAttention(self._pages, self._store.kv_format, slots, layer_plans, self._scores)
+        windowed = self._store.shape.windowed
+        on_pages = {False: metadata}
+        if windowed is not None:
+            on_pages[True] = metadata.on_window_pages(self._store.window_page_of)
+        device = self._store.layers[0][0].device
+        slots = {key: torch.from_numpy(each.slot_mapping).to(device) for key, each in on_pages.items()}
+        kinds = [
+            (window, windowed is not None and layer_idx in windowed.layers)
+            for layer_idx, window in enumerate(self._windows)
+        ]
+        plans = {
+            (window, is_apart): _make_plan(on_pages[is_apart], slots[is_apart], window, self._store, self._dtype)
+            for window, is_apart in set(kinds)
+        }
+        layer_plans = tuple(plans[kind] for kind in kinds)
+        return TorchStepAttention(self._pages, self._store.kv_format, layer_plans, self._scores)
 
 
 def _clear_entered_blocks(metadata: AttentionMetadata, store: TorchKvStore) -> None:
@@ -123,35 +139,34 @@ class TorchStepAttention:
 
     def __init__(
         self,
-        pages: tuple[tuple[PagedRows, PagedRows], ...],
+        pages: tuple[tuple[PagedRows, ...], ...],
         kv_format: KvFormat,
-        slot_mapping: Tensor,
         layer_plans: tuple[_Plan, ...],
         scores: tuple[ScoreFunction, ...],
     ) -> None:
-        self._pages = pages
-        self._format = kv_format
-        self._slot_mapping = slot_mapping
-        self._scores = scores
+        self.pages = pages
+        """Parts of each layer."""
+        self.kv_format = kv_format
+        self.scores = scores
         self.layer_plans = layer_plans
 
-    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Write KV, then attend chunk by chunk and group by group; see `StepAttention`."""
-        pages = self._pages[layer_idx]
+        keys, values = pages = self.pages[layer_idx]
         # What a step reads of its own tokens is rounded like what later steps read of them.
-        key, value = pages[0].write(self._slot_mapping, key), pages[1].write(self._slot_mapping, value)
-        query = self._format.mix(query)
-        plan, score = self.layer_plans[layer_idx], self._scores[layer_idx]
+        plan, softmax = self.layer_plans[layer_idx], Softmax(score=self.scores[layer_idx], sinks=sinks)
+        key, value = keys.write(plan.slots, key), values.write(plan.slots, value)
+        query = self.kv_format.mix(query)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk in plan.chunks:
-            output[chunk.tokens] = _attend_chunk(chunk, query, key, value, pages, score)
+            output[chunk.tokens] = _attend_chunk(chunk, query, key, value, pages, softmax)
         for group in plan.groups:
-            output.index_copy_(0, group.rows, _attend_group(group, query.index_select(0, group.rows), pages, score))
-        return self._format.mix(output)
+            output.index_copy_(0, group.rows, attend_group(group, query.index_select(0, group.rows), pages, softmax))
+        return self.kv_format.mix(output)
 
 
 def _attend_chunk(
-    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, pages: tuple[PagedRows, PagedRows], score: ScoreFunction
+    chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, pages: tuple[PagedRows, ...], softmax: Softmax
 ) -> Tensor:
     """Return [num_tokens, num_heads, head_dim] for the chunk's tokens."""
     if chunk.blocks is None:
@@ -159,82 +174,57 @@ def _attend_chunk(
     else:
         keys, values = (each.gather(chunk.blocks, 1, chunk.num_keys) for each in pages)
     queries = query[chunk.tokens].transpose(0, 1)[None]
-    if score.softcap is None:
+    if softmax.is_plain:
         attended = F.scaled_dot_product_attention(
             queries,
             keys,
             values,
             attn_mask=chunk.mask,
             is_causal=chunk.mask is None,
-            scale=score.scale,
+            scale=softmax.score.scale,
             enable_gqa=True,
         )
     else:
-        mask = _causal_mask(queries) if chunk.mask is None else chunk.mask
-        attended = _softcapped_attention(queries, keys, values, mask, score)
+        mask = causal_mask(queries) if chunk.mask is None else chunk.mask
+        attended = attend_written_out(queries, keys, values, mask, softmax)
     return attended[0].transpose(0, 1)
 
 
-def _attend_group(
-    group: _DecodeGroup, query: Tensor, pages: tuple[PagedRows, PagedRows], score: ScoreFunction
-) -> Tensor:
-    """Return [num_seqs, num_heads, head_dim] for one query token per sequence."""
+def attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[PagedRows, ...], softmax: Softmax) -> Tensor:
+    """Return [num_seqs, num_heads, head_dim] for one query token per sequence. Rows of one part are keys and values."""
     num_seqs, num_heads, head_dim = query.shape
-    keys, values = (each.gather(group.blocks, num_seqs, group.num_keys) for each in pages)
+    keys, *others = (each.gather(group.blocks, num_seqs, group.num_keys) for each in pages)
+    values = others[0] if others else keys
     # Heads that share a key head become its query rows, so that no key is read or copied twice.
     queries = query.view(num_seqs, keys.shape[1], -1, head_dim)
-    if score.softcap is None:
-        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=score.scale)
+    if softmax.is_plain:
+        scale = softmax.score.scale
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
     else:
-        attended = _softcapped_attention(queries, keys, values, group.mask, score)
+        attended = attend_written_out(queries, keys, values, group.mask, softmax)
     return attended.reshape(num_seqs, num_heads, head_dim)
 
 
-def _softcapped_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, score: ScoreFunction
-) -> Tensor:
-    """Return [n, num_heads, num_queries, head_dim], like scaled_dot_product_attention, which has no softcap.
-
-    queries [n, num_heads, num_queries, head_dim]; keys, values [n, num_kv_heads, num_keys, head_dim]; mask is added to
-    the scores [n, num_heads, num_queries, num_keys], which are materialised here.
-    """
-    assert score.softcap is not None
-    n, num_heads, num_queries, head_dim = queries.shape
-    scale = head_dim**-0.5 if score.scale is None else score.scale
-    grouped = queries.view(n, keys.shape[1], -1, num_queries, head_dim)
-    scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
-    scores = scores.mul_(scale / score.softcap).tanh_().mul_(score.softcap)
-    if mask is not None:
-        scores += mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-    attended = weights.view(*grouped.shape[:-1], -1) @ values.unsqueeze(2)
-    return attended.view(n, num_heads, num_queries, head_dim)
-
-
-def _causal_mask(queries: Tensor) -> Tensor:
-    """Return 0 or -inf, [num_queries, num_queries], for queries whose keys are all new."""
-    size = queries.shape[-2]
-    return torch.full((size, size), float("-inf"), dtype=queries.dtype, device=queries.device).triu_(1)
-
-
-def _make_plan(metadata: AttentionMetadata, window: int | None, store: TorchKvStore, dtype: torch.dtype) -> _Plan:
+def _make_plan(
+    metadata: AttentionMetadata, slots: Tensor, window: int | None, store: TorchKvStore, dtype: torch.dtype
+) -> _Plan:
     num_new = np.diff(metadata.query_start_loc)
     chunks = [_make_chunk(metadata, int(i), window, store, dtype) for i in np.flatnonzero(num_new > 1)]
     groups = [
         _make_group(metadata, members, window, store, dtype)
         for members in _like_lengths(metadata, window, num_new == 1)
     ]
-    return _Plan(groups=tuple(groups), chunks=tuple(chunks))
+    return _Plan(slots=slots, groups=tuple(groups), chunks=tuple(chunks))
 
 
 def _make_chunk(
     metadata: AttentionMetadata, seq_idx: int, window: int | None, store: TorchKvStore, dtype: torch.dtype
-) -> _Chunk:
+) -> Chunk:
     begin, end = (int(at) for at in metadata.query_start_loc[seq_idx : seq_idx + 2])
     context_len = int(metadata.context_lens[seq_idx])
     num_new = end - begin
     if context_len == num_new and (window is None or num_new <= window):
-        return _Chunk(tokens=slice(begin, end), blocks=None, num_keys=num_new, mask=None)
+        return Chunk(tokens=slice(begin, end), blocks=None, num_keys=num_new, mask=None)
     block_size = store.shape.block_size
     # The first query needs the earliest key.
     first_block = 0 if window is None else max(0, context_len - num_new - window + 1) // block_size
@@ -244,7 +234,7 @@ def _make_chunk(
     visible = keys <= queries
     if window is not None:
         visible &= keys > queries - window
-    return _Chunk(
+    return Chunk(
         tokens=slice(begin, end),
         blocks=_to_device(blocks, store),
         num_keys=visible.shape[1],

@@ -1,14 +1,21 @@
 """Portable implementation of the decoder's operations, in plain torch."""
 
+from collections.abc import Sequence as Seq
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kv_cache import TorchKvStore
-from engine.model.config import DecoderConfig
-from engine.model.rope import RotaryEmbedding, rotate
+from engine.ops.latent_attention import LatentHeads, attend_latent
 from engine.ops.metadata import AttentionMetadata
-from engine.ops.torch_attention import StepAttention, TorchPagedAttention
+from engine.ops.torch_attention import StepAttention, TorchPagedAttention, TorchStepAttention
+from engine.pages.kv_cache import TorchKvStore
+from engine.weights.architectures import Activation
+from engine.weights.config import DecoderConfig, ScoreFunction
+from engine.weights.decoder_weights import LatentWeights
+from engine.weights.rope import halves, layer_ropes, rotate
+
+_LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever config.json says of the others
 
 
 class TorchOps:
@@ -21,45 +28,87 @@ class TorchOps:
         self._config = config
         self._device = store.layers[0][0].device
         self._dtype = dtype or store.kv_format.dtype
-        self._attention = TorchPagedAttention(store, config.windows, dtype=dtype)
-        self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=self._device)
+        scores = [ScoreFunction(scale=config.attention_scale)] * config.num_layers
+        self._attention = TorchPagedAttention(store, config.windows, scores, dtype=dtype)
+        self._ropes = layer_ropes(config, self._device)
 
     def plan(self, metadata: AttentionMetadata) -> "TorchStepOps":
         """Prepare masks, groups and rotations; see `Ops`."""
+        return TorchStepOps(self._config, self._attention.plan(metadata), self._angles(metadata))
+
+    def _angles(self, metadata: AttentionMetadata) -> list[tuple[Tensor, Tensor]]:
+        """Return the rotations of each layer."""
         positions = torch.from_numpy(metadata.positions).to(self._device)
-        return TorchStepOps(self._config, self._attention.plan(metadata), self._rope.angles(positions, self._dtype))
+        angles = {rope: rope.angles(positions, self._dtype) for rope in set(self._ropes)}
+        return [angles[rope] for rope in self._ropes]
 
 
 class TorchStepOps:
-    """One planned step; a `StepOps`."""
+    """One planned step; a `StepOps` and a `LatentStepOps`."""
 
-    def __init__(self, config: DecoderConfig, attention: StepAttention, angles: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, config: DecoderConfig, attention: StepAttention, angles: Seq[tuple[Tensor, Tensor]]) -> None:
         self._config = config
         self._attention = attention
         self._angles = angles
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`; over the last dimension."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
-        return (wide * scale).to(x.dtype) * weight
+        config = self._config
+        return _rms_norm(x, weight, config.rms_norm_eps, rounds_first=not config.has_offset_norms)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`."""
         residual.add_(x)
         return self.rms_norm(residual, weight)
 
-    def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        layer_idx: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `StepOps`."""
         config = self._config
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             query, key = self.rms_norm(query, q_norm), self.rms_norm(key, k_norm)
-        query, key = rotate(query, *self._angles), rotate(key, *self._angles)
-        return self._attention.attend(layer_idx, query, key, value).flatten(1)
+        query, key = (rotate(heads, *self._angles[layer_idx]) for heads in (query, key))
+        return self._attention.attend(layer_idx, query, key, value, sinks).flatten(1)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def attend_latent(self, layer_idx: int, compressed: Tensor, weights: LatentWeights) -> Tensor:
+        """See `LatentStepOps`."""
+        config, latent = self._config, self._config.latent
+        assert latent is not None, f"{config} has no latent rows"
+        assert isinstance(self._attention, TorchStepAttention), f"{self._attention} reads keys and values"
+        query, row = torch.split(compressed, [compressed.shape[1] - latent.row_size, latent.row_size], dim=1)
+        if weights.query_up is not None and weights.query_norm is not None:
+            query = weights.query_up(_rms_norm(query, weights.query_norm, _LATENT_EPS))
+        query = query.view(-1, config.num_heads, latent.query_dim)
+        nope, rope = torch.split(query, [latent.nope_dim, latent.rope_dim], dim=-1)
+        source, key = torch.split(row[:, None], [latent.rank, latent.rope_dim], dim=-1)
+        if latent.has_interleaved_pairs:
+            rope, key = halves(rope), halves(key)
+        angles = self._angles[layer_idx]
+        query = torch.cat((nope, rotate(rope, *angles)), dim=-1)
+        row = torch.cat((_rms_norm(source, weights.row_norm, _LATENT_EPS), rotate(key, *angles)), dim=-1)
+        heads = LatentHeads(latent, weights.row_up.view(config.num_heads, -1, latent.rank))
+        return attend_latent(self._attention, layer_idx, query, row, heads).flatten(1)
+
+    def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return activate(gate, self._config.activation) * up
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Return f(x) of an activation f."""
+    return F.silu(x) if activation is Activation.SILU else F.gelu(x, approximate="tanh")
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = True) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight.to(x.dtype) if rounds_first else (normed * weight).to(x.dtype)

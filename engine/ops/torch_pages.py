@@ -1,4 +1,4 @@
-"""Keys, or values, of one layer in pages, for attention in torch: written and gathered in the activations' dtype."""
+"""The parts of a layer in pages, for attention in torch: written and gathered in the activations' dtype."""
 
 import math
 from typing import Protocol
@@ -6,13 +6,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kv_cache import TorchKvStore
-from engine.kv_format import SCALE_DTYPE, TOKEN_GROUP, KvFormat
 from engine.kv_store import KvShape
+from engine.pages.kv_cache import TorchKvStore
+from engine.pages.kv_format import SCALE_DTYPE, TOKEN_GROUP, KvFormat
 
 
 class PagedRows(Protocol):
-    """Keys, or values, of one layer."""
+    """One part of a layer: its keys, its values, or its latent rows."""
 
     def write(self, slots: Tensor, rows: Tensor) -> Tensor:
         """Store rows [num_tokens, num_kv_heads, head_dim] at int64 slots; return them as they will be read."""
@@ -26,20 +26,18 @@ class PagedRows(Protocol):
         ...
 
 
-def layer_pages(store: TorchKvStore, layer_idx: int, dtype: torch.dtype) -> tuple[PagedRows, PagedRows]:
-    """Return a layer's keys and values, as rows of `dtype`."""
-    keys, values = store.layers[layer_idx]
+def layer_pages(store: TorchKvStore, layer_idx: int, dtype: torch.dtype) -> tuple[PagedRows, ...]:
+    """Return a layer's parts, as rows of `dtype`; a part of codes that is alone has the order of keys."""
+    parts = store.layers[layer_idx]
     if not store.kv_format.has_codes:
-        return _PlainPages(keys), _PlainPages(values)
+        return tuple(_PlainPages(part) for part in parts)
     layout = CodeLayout(store.shape, store.kv_format)
-    return (
-        _CodedPages(layout.keys(keys), layout.scales(keys), store.kv_format, dtype),
-        _CodedPages(layout.values(values), layout.scales(values), store.kv_format, dtype),
-    )
+    views = zip((layout.keys, layout.values), parts, strict=False)
+    return tuple(_CodedPages(view(part), layout.scales(part), store.kv_format, dtype) for view, part in views)
 
 
 class CodeLayout:
-    """Views of the codes and scales in a layer's pages, uint8 [num_blocks, page]; see `engine.kv_cache`.
+    """Views of the codes and scales in a layer's pages, uint8 [num_blocks, page]; see `engine.pages.kv_cache`.
 
     The first dimensions of a view are a token's place, as `place` gives it; the others are what it stores.
     """

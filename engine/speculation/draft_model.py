@@ -6,9 +6,9 @@ each sequence it keeps a *shadow*, which holds the known tokens and the drafted 
 chosen otherwise, the shadow goes back. A prompt enters in pieces, once its answer has begun: of all prompts at most
 `MAX_CATCH_UP` tokens a step.
 
-The draft model draws with the sampling parameters and the noise of the target (engine/noise.py): both then choose the
-same token as often as their distributions allow (coupling without communication). Under the rejection rule, whose draft
-must not depend on the noise of the verification, it draws with other noise.
+The draft model draws with the sampling parameters and the noise of the target (engine/sampling/noise.py): both then
+choose the same token as often as their distributions allow (coupling without communication). Under the rejection rule,
+whose draft must not depend on the noise of the verification, it draws with other noise.
 """
 
 import time
@@ -21,14 +21,14 @@ from common.block_hash import NO_HASHES
 from common.process import CannotStart
 from common.timing import StepShape
 from common.tokens import TokenArray, as_tokens
-from engine.block_pool import BlockPool
 from engine.executor import Sampled, ScheduledSequence, StepHandle, StepResult
 from engine.kv_store import KvStore
+from engine.pages.block_pool import BlockPool
 from engine.request import EngineRequest
 from engine.sequence import Sequence
 from engine.speculation.costs import StepCosts
 from engine.speculation.drafter import common_len
-from engine.speculation.rates import BranchRates, DepthRates
+from engine.speculation.rates import TreeRates
 
 MAX_CATCH_UP = 512
 """Most tokens that the draft model reads in a step, which every answer waits for. Nothing is drafted for a sequence
@@ -92,8 +92,7 @@ class ModelDrafter:
         self._num_branches = num_branches
         self._pool = BlockPool(executor.kv.num_blocks)
         self._shadows: dict[Sequence, Shadow] = {}
-        self._rates = DepthRates(_PRIOR_RATES, trial_steps=TRIAL_STEPS)
-        self._branch_rates = BranchRates(_PRIOR_BRANCH_RATES)
+        self._rates = TreeRates(_PRIOR_RATES, _PRIOR_BRANCH_RATES, num_branches=num_branches, trial_steps=TRIAL_STEPS)
         self._costs = StepCosts()
 
     @property
@@ -104,10 +103,7 @@ class ModelDrafter:
     def prospects(self, sequence: Sequence, max_tokens: int) -> list[list[float]]:
         """See `Drafter`."""
         max_tokens = min(max_tokens, self._executor.max_model_len - sequence.num_tokens - 1)
-        if max_tokens < 1:
-            return []
-        chances = self._rates.prospects(sequence, max_tokens)
-        return [chances, *self._branch_rates.prospects(self._num_branches, chances[0])]
+        return self._rates.prospects(sequence, max_tokens) if max_tokens > 0 else []
 
     def costs_s(self, num_sequences: int, num_tokens: int) -> list[float] | None:
         """See `Drafter`. Each token is a step of the draft model; nothing is known before the first ones."""
@@ -131,7 +127,7 @@ class ModelDrafter:
                 others = {each: _others(drawn[shadows[each]]) for each in active if shadows[each] in drawn}
             active = [each for each in active if shadows[each] in drawn and wanted[each][0] > depth]
         for sequence, token_ids in others.items():
-            self._branch_rates.drafted(sequence, token_ids)
+            self._rates.drafted(sequence, token_ids)
         return {
             each: [
                 shadows[each].token_ids[each.num_tokens :],
@@ -142,13 +138,11 @@ class ModelDrafter:
 
     def observe(self, item: ScheduledSequence, result: StepResult) -> None:
         """See `Drafter`."""
-        self._rates.observe(item.sequence, len(item.draft), result.num_right)
-        self._branch_rates.observe(item.sequence, result.sampled[0].token_id)
+        self._rates.observe(item, result)
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         self._rates.forget(sequence)
-        self._branch_rates.forget(sequence)
         shadow = self._shadows.pop(sequence, None)
         if shadow is not None:
             self._release(shadow)
@@ -169,7 +163,7 @@ class ModelDrafter:
         known, drafted = sequence.token_ids, shadow.token_ids
         same = common_len(known, drafted, begin=shadow.num_ready)
         if same < len(drafted) and shadow.request.sampling.has_penalties:
-            # The sampler adds up the tokens of an owner, and takes none back (engine/penalties.py).
+            # The sampler adds up the tokens of an owner, and takes none back (engine/sampling/penalties.py).
             shadow = self._shadows[sequence] = replace(shadow)
         del drafted[same:]
         drafted += known[same:]

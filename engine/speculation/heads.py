@@ -16,7 +16,7 @@ from common.tokens import TokenArray, as_tokens
 from engine.executor import Hidden, ScheduledSequence, StepResult
 from engine.sequence import Sequence
 from engine.speculation.costs import StepCosts
-from engine.speculation.rates import BranchRates, DepthRates
+from engine.speculation.rates import TreeRates
 
 TRIAL_STEPS = 256
 """Steps without a draft after which one token is drafted to see whether it pays now."""
@@ -37,8 +37,7 @@ class HeadsDrafter:
         self._num_branches = num_branches
         self._states: dict[Sequence, tuple[int, Hidden]] = {}
         """Number of tokens of a sequence behind which the heads continue, and the state that they continue from."""
-        self._rates = DepthRates(_PRIOR_RATES, trial_steps=TRIAL_STEPS)
-        self._branch_rates = BranchRates(_PRIOR_BRANCH_RATES)
+        self._rates = TreeRates(_PRIOR_RATES, _PRIOR_BRANCH_RATES, num_branches=num_branches, trial_steps=TRIAL_STEPS)
         self._costs = StepCosts()
 
     def prospects(self, sequence: Sequence, max_tokens: int) -> list[list[float]]:
@@ -46,8 +45,7 @@ class HeadsDrafter:
         num_tokens, _state = self._states.get(sequence, (-1, None))
         if num_tokens != sequence.num_tokens or max_tokens < 1:
             return []
-        chances = self._rates.prospects(sequence, min(max_tokens, self._num_heads))
-        return [chances, *self._branch_rates.prospects(self._num_branches, chances[0])]
+        return self._rates.prospects(sequence, min(max_tokens, self._num_heads))
 
     def draft(self, wanted: Mapping[Sequence, Seq[int]]) -> dict[Sequence, list[TokenArray]]:
         """See `Drafter`."""
@@ -57,7 +55,7 @@ class HeadsDrafter:
         self._costs.observe(StepShape(num_decodes=len(wanted)), time.perf_counter() - began_s)
         drafts: dict[Sequence, list[TokenArray]] = {}
         for (sequence, lens), token_ids, others in zip(wanted.items(), *proposed, strict=True):
-            self._branch_rates.drafted(sequence, others)
+            self._rates.drafted(sequence, others)
             taken = [token_id for token_id, length in zip(others, lens[1:], strict=False) if length]
             drafts[sequence] = [as_tokens(token_ids[: lens[0]]), *(as_tokens([token_id]) for token_id in taken)]
         return drafts
@@ -71,13 +69,11 @@ class HeadsDrafter:
     def observe(self, item: ScheduledSequence, result: StepResult) -> None:
         """See `Drafter`."""
         sequence = item.sequence
-        self._rates.observe(sequence, len(item.draft), result.num_right)
-        self._branch_rates.observe(sequence, result.sampled[0].token_id)
+        self._rates.observe(item, result)
         if result.states is not None:
             self._states[sequence] = sequence.num_tokens + len(result.sampled), result.states[-1]
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         self._rates.forget(sequence)
-        self._branch_rates.forget(sequence)
         self._states.pop(sequence, None)

@@ -2,6 +2,10 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from engine.executor import ScheduledSequence, StepResult
 
 PRIOR_WEIGHT = 4.0
 """Tokens that the rates known before count as."""
@@ -47,69 +51,57 @@ class HitRates:
         return (prior * PRIOR_WEIGHT + self._num_hits[i]) / (PRIOR_WEIGHT + self._num_trials[i])
 
 
-class BranchRates:
-    """How often the token that was second, third, … likeliest for the first place of a draft was right there."""
+class TreeRates:
+    """Acceptance of computed drafts by their place, of other first tokens by their rank, and when to try again."""
 
-    def __init__(self, prior: Sequence[float]) -> None:
+    def __init__(
+        self, prior: Sequence[float], branch_prior: Sequence[float], *, num_branches: int, trial_steps: int
+    ) -> None:
+        """`num_branches`: most tokens beside a draft's first one.
+
+        `trial_steps`: looks without a draft after which one token of it is taken for likely.
+        """
         self._all = HitRates(range(1, len(prior)), prior, forgetting=SLOW_FORGETTING)
-        self._candidates: dict[object, Sequence[int]] = {}
-        """Token ids of the latest draft's branches, likeliest first."""
-
-    def prospects(self, num_branches: int, most: float) -> list[list[float]]:
-        """Return the chances of so many branches, of one token each, none above `most`."""
-        return [[min(most, self._all.rate(rank))] for rank in range(num_branches)]
-
-    def drafted(self, key: object, token_ids: Sequence[int]) -> None:
-        """Keep the candidates for a sequence's next token, whether they are verified or not."""
-        self._candidates[key] = token_ids
-
-    def observe(self, key: object, token_id: int) -> None:
-        """Take the sequence's next token into account."""
-        for rank, candidate in enumerate(self._candidates.pop(key, ())):
-            self._all.count(rank, is_hit=candidate == token_id)
-
-    def forget(self, key: object) -> None:
-        """Drop what is kept for a sequence."""
-        self._candidates.pop(key, None)
-
-
-class DepthRates:
-    """Acceptance of computed drafts by their place, and when to try again where none was worth it."""
-
-    def __init__(self, prior: Sequence[float], *, trial_steps: int) -> None:
-        """`trial_steps`: looks without a draft after which one token of it is taken for likely."""
-        self._all = HitRates(range(1, len(prior)), prior, forgetting=SLOW_FORGETTING)
+        self._by_rank = HitRates(range(1, len(branch_prior)), branch_prior, forgetting=SLOW_FORGETTING)
         self._rates: dict[object, HitRates] = {}
+        self._others: dict[object, Sequence[int]] = {}
+        """Token ids of the latest draft's branches, likeliest first."""
+        self._num_branches = num_branches
         self._trial_steps = trial_steps
         self._num_idle = 0
 
-    def prospects(self, key: object, max_tokens: int) -> list[float]:
-        """Return the chances of a draft's first tokens; see `Drafter.prospects`."""
+    def prospects(self, key: object, max_tokens: int) -> list[list[float]]:
+        """Return the chances of a draft's first tokens, then of each branch's one token; see `Drafter.prospects`."""
         rates = self._rates.get(key)
         if rates is None:
             rates = self._rates[key] = self._all.of_sequence()
         if self._num_idle > self._trial_steps:
-            return [_TRIAL_CHANCE][:max_tokens]
-        chances: list[float] = []
-        chance = 1.0
-        for depth in range(max_tokens):
-            chance *= rates.rate(depth)
-            chances.append(chance)
-        return chances
+            chances = [_TRIAL_CHANCE][:max_tokens]
+        else:
+            chances = list(accumulate((rates.rate(depth) for depth in range(max_tokens)), mul))
+        return [chances, *([min(chances[0], self._by_rank.rate(rank))] for rank in range(self._num_branches))]
 
     def count_step(self) -> None:
         """Count a step for which a draft is considered."""
         self._num_idle += 1
 
-    def observe(self, key: object, num_drafted: int, num_right: int) -> None:
+    def drafted(self, key: object, others: Sequence[int]) -> None:
+        """Keep what is likeliest beside the first drafted token of a sequence, whether it is verified or not."""
+        self._others[key] = others
+
+    def observe(self, item: ScheduledSequence, result: StepResult) -> None:
         """Take a step with a draft into account, or one without."""
-        rates = self._rates.get(key)
-        if rates is None or not num_drafted:
+        sequence = item.sequence
+        for rank, other in enumerate(self._others.pop(sequence, ())):
+            self._by_rank.count(rank, is_hit=other == result.sampled[0].token_id)
+        rates = self._rates.get(sequence)
+        if rates is None or not item.draft:
             return
         self._num_idle = 0
-        for depth in range(min(num_drafted, num_right + 1)):
-            rates.count(depth, is_hit=depth < num_right)
+        for depth in range(min(len(item.draft), result.num_right + 1)):
+            rates.count(depth, is_hit=depth < result.num_right)
 
     def forget(self, key: object) -> None:
         """Drop what is kept for a sequence."""
         self._rates.pop(key, None)
+        self._others.pop(key, None)

@@ -1,1 +1,1 @@
-"""vLLM's model runner below the seam: our scheduler, pages, handoffs and sampler above its kernels and its ranks."""
+"""vLLM's own engine under our services, and our transfers between its pages."""

@@ -37,6 +37,7 @@ class CudaIpc(Transport):
     name = "cuda_ipc"
     payload = "sealed"
     reads_pages = False
+    pulls_from_itself = False
 
     def __init__(self, store: KvStore, config: TransferConfig) -> None:
         super().__init__(store, config)

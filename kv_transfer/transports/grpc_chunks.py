@@ -8,7 +8,7 @@ import xxhash
 
 from common.errors import KvCorrupt
 from common.ids import BlockId
-from engine.kv_store import KvStore
+from engine.kv_store import KvStore, page_bytes_of
 from kv_transfer.transports.transport import PeerLife, PullTarget, Receiver, Transport
 from kvrelay.v1 import kv_transfer_pb2 as pb
 
@@ -22,7 +22,7 @@ class GrpcChunks(Transport):
     def seal(self, first_block: int, block_ids: Seq[BlockId]) -> list[pb.FetchBlocksResponse]:
         """See `Transport`."""
         data = self._store.read_blocks(block_ids)
-        size, most = self._store.shape.block_bytes, self._config.chunk_bytes
+        size, most = page_bytes_of(self._store, block_ids), self._config.chunk_bytes
         messages: list[pb.FetchBlocksResponse] = []
         for i in range(len(block_ids)):
             for offset in range(0, size, most):
@@ -49,9 +49,10 @@ class _Assembler:
 
     def take(self, message: pb.FetchBlocksResponse) -> None:
         """See `Receiver`."""
-        chunk, size = message.chunk, self._store.shape.block_bytes
+        chunk = message.chunk
         index, offset, data = chunk.block_index, chunk.offset, chunk.data
         pages = self._target.pages_of(range(index, index + 1))
+        size = page_bytes_of(self._store, pages)
         buffer = self._partial.setdefault(index, bytearray())
         if offset != len(buffer) or offset + len(data) > size:
             raise KvCorrupt(f"piece {offset} of block {index} is out of order")

@@ -55,6 +55,7 @@ class Nixl(Transport):
 
     name = "nixl"
     payload = "sealed"
+    pulls_from_itself = False
 
     def __init__(self, store: KvStore, config: TransferConfig, *, read_timeout_s: float = _READ_TIMEOUT_S) -> None:
         """Raises TransportUnusable."""
@@ -62,8 +63,12 @@ class Nixl(Transport):
         region = store.shared_region
         if region is None:
             raise TransportUnusable(
-                "cannot use transfer.transports: nixl: this worker's pages are in device memory, which has not been run"
-                " with NIXL; remove nixl from transfer.transports"
+                "cannot use nixl: this worker's pages are in device memory, which has not been run with NIXL;"
+                " leave it out"
+            )
+        if store.shape.windowed is not None:
+            raise TransportUnusable(
+                "cannot use nixl: layers with a window have pages of their own, which it does not move; leave it out"
             )
         self._region = region
         self._agent = Agent(read_timeout_s=read_timeout_s)
@@ -203,8 +208,8 @@ class Agent:
             self._agent: Any = api.nixl_agent(f"kvrelay-{uuid.uuid4().hex}", api.nixl_agent_config(backends=["UCX"]))
         except Exception as error:
             raise TransportUnusable(
-                f"cannot use transfer.transports: nixl: {error or type(error).__name__}; `pip install"
-                f" nixl=={NIXL_VERSION}` in this worker's environment, or remove nixl from transfer.transports"
+                f"cannot use nixl: {error or type(error).__name__}; `pip install nixl=={NIXL_VERSION}` in this worker's"
+                " environment, or leave it out"
             ) from error
         self._read_timeout_s = read_timeout_s
         self._lock = threading.RLock()

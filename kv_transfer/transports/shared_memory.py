@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from common.errors import KvCorrupt, TransferError
 from common.ids import BlockId
-from engine.kv_store import KvStore, PeerPages
-from engine.shared_memory import map_peer_region
+from engine.device.shared_memory import map_peer_region
+from engine.kv_store import KvStore, PeerPages, page_bytes_of
 from kv_transfer.transports.transport import (
     PeerLife,
     PeerMemoryUnreachable,
@@ -43,7 +43,7 @@ class SharedMemory(Transport):
     def seal(self, first_block: int, block_ids: Seq[BlockId]) -> list[pb.FetchBlocksResponse]:
         """See `Transport`."""
         data = self._store.read_blocks(block_ids)
-        return [sealed(first_block, block_ids, checksums_of(data, self._store.shape.block_bytes))]
+        return [sealed(first_block, block_ids, checksums_of(data, page_bytes_of(self._store, block_ids)))]
 
     @asynccontextmanager
     async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> AsyncIterator[SealedReceiver]:
@@ -68,6 +68,6 @@ class _Copier(SealedReceiver):
     def copy(self, blocks: pb.SealedBlocks, pages: Seq[BlockId]) -> None:
         """See `SealedReceiver`."""
         data = self._pages.read_blocks(blocks.block_ids)
-        if checksums_of(data, self._store.shape.block_bytes) != list(blocks.checksums):
+        if checksums_of(data, page_bytes_of(self._store, pages)) != list(blocks.checksums):
             raise KvCorrupt("a checksum is wrong, or missing")
         self._store.write_blocks(pages, data)

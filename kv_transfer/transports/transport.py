@@ -21,9 +21,10 @@ import xxhash
 from common.config import TransferConfig
 from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId, Epoch, WorkerId
+from common.process import CannotStart
 from common.wire_names import TRANSPORT_NUMBERS
+from engine.device.shared_memory import host_id
 from engine.kv_store import KvStore
-from engine.shared_memory import host_id
 from kvrelay.v1 import kv_transfer_pb2 as pb
 
 
@@ -38,23 +39,26 @@ class PeerMemoryUnreachable(Exception):
     """A peer's memory cannot be mapped; the message says why."""
 
 
-class TransportUnusable(Exception):
+class TransportUnusable(CannotStart):
     """A worker cannot use a transport that is configured; the message says why, and what to do."""
+
+    key = "transfer.transports"
 
 
 @dataclass(slots=True)
 class PullTarget:
     """The puller's pages for one transfer. The event loop and one executor thread take turns."""
 
-    block_table: tuple[BlockId, ...]
+    page_ids: tuple[BlockId, ...]
+    """Those of the blocks, then window pages."""
     missing: set[int]
-    """Indexes of the blocks that have not arrived."""
+    """Indexes of the pages that have not arrived."""
 
     def pages_of(self, indexes: range) -> list[BlockId]:
         """Return the pages for blocks that arrive. Raises KvIncomplete when one was not asked for, or came before."""
         if not self.missing.issuperset(indexes):
             raise KvIncomplete(f"blocks {indexes} were not asked for, or came twice")
-        return [self.block_table[i] for i in indexes]
+        return [self.page_ids[i] for i in indexes]
 
 
 class Receiver(Protocol):
@@ -99,6 +103,8 @@ class Transport(ABC):
     """Kind of FetchBlocksResponse that carries blocks."""
     reads_pages: ClassVar[bool] = True
     """Whether `seal` copies pages: it then runs on an executor thread, for a few blocks at a time."""
+    pulls_from_itself: ClassVar[bool] = True
+    """Whether a process can pull from itself, by which a worker measures a transport at its start (link_rates.py)."""
 
     def __init__(self, store: KvStore, config: TransferConfig) -> None:
         """Raises TransportUnusable."""

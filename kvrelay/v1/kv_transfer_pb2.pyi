@@ -442,6 +442,8 @@ class Manifest(_message.Message):
     LAST_BLOCK_HASH_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    HASH_ROOT_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens whose KV was handed over or already held by the puller."""
     num_blocks: _builtins.int
@@ -450,6 +452,10 @@ class Manifest(_message.Message):
     """Hash of the last full block; empty without one."""
     age_s: _builtins.float
     """Seconds since the prefill ended, when this was sent."""
+    tokens: _builtins.bytes
+    """Tokens of cached blocks, 4 bytes each, from engines that take blocks in by their tokens; else empty."""
+    hash_root: _builtins.bytes
+    """First link of their hashes."""
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestToken]:
         """The first token of each sample."""
@@ -462,10 +468,12 @@ class Manifest(_message.Message):
         last_block_hash: _builtins.bytes = ...,
         first_tokens: _abc.Iterable[Global___ManifestToken] | None = ...,
         age_s: _builtins.float = ...,
+        tokens: _builtins.bytes = ...,
+        hash_root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "first_tokens", b"first_tokens", "last_block_hash", b"last_block_hash", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "first_tokens", b"first_tokens", "hash_root", b"hash_root", "last_block_hash", b"last_block_hash", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,13 +4,15 @@ import copy
 import itertools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from common.config import ConfigError, ServingConfig, parse_config
 from measure.experiment.points import Arm
-from measure.experiment.spec import ExperimentError, ExperimentSpec, ExternalSpec, Shape, inline_or_file
+from measure.experiment.spec import ExperimentError, ExperimentSpec, ExternalSpec, Shape, SimulatedArm, inline_or_file
 
 _POOLS = ("prefill", "decode")
 
@@ -25,6 +27,7 @@ class ArmPlan:
     url: str = ""
     """Address of an arm that is served elsewhere."""
     api_key_env: str | None = None
+    simulated: SimulatedArm = field(default_factory=SimulatedArm)
 
     @property
     def api_key(self) -> str | None:
@@ -59,14 +62,16 @@ def build_arms(spec: ExperimentSpec, *, path: Path, overrides: Mapping[str, Any]
     """Return the arms; `overrides` are keys of serving.yaml for all of them. Raises ExperimentError.
 
     An aggregated arm of as many workers, or threads in total, is a fair comparison for a disaggregated one. If the file
-    names none, one with as many workers is added. `path` is the file, which messages name.
+    names none, one with as many workers is added, but for a split whose sizes a planner changes. `path` is the file,
+    which messages name.
     """
     builder = _Builder(spec, path, overrides or {})
     plans = [plan for shape in spec.shapes for plan in builder.plans(shape)]
     added = []
     for shape in spec.shapes:
-        split = builder.plans(shape)[0].arm
-        if split.num_prefill and not any(not plan.arm.num_prefill and plan.arm.equals(split) for plan in plans):
+        first = builder.plans(shape)[0]
+        is_fixed_split = first.arm.num_prefill > 0 and first.simulated.planner is None
+        if is_fixed_split and not any(not plan.arm.num_prefill and plan.arm.equals(first.arm) for plan in plans):
             whole = Shape(workers=shape.num_workers, threads=shape.threads, serving=shape.serving)
             plans += builder.plans(whole)
             added.append(whole.title)
@@ -97,16 +102,17 @@ class _Builder:
         if len(settings) < len(chosen):
             settings = {key: _text(value) for key, value in chosen.items()}
         name = " ".join([shape.title, *(f"{key}={value}" for key, value in settings.items())])
-        raw = {"launcher": "local"} | copy.deepcopy(self._base)
+        raw = {"launcher": "local", "simulate": {}} | copy.deepcopy(self._base)
         keys = {**self._overrides, **_shape_keys(shape), **shape.serving, **chosen, **self._fixed}
         for key, value in keys.items():
             _set(raw, key, value, source=f"{self._path}: arm {name}")
+        simulated = _simulated(raw.pop("simulate"), source=f"{self._path}: arm {name}")
         serving = _checked(raw, source=f"{self._source}: arm {name}")
         threads = {pool.threads for pool in (serving.pools.prefill, serving.pools.decode) if pool.count}
         if len(threads) == 1 and "auto" not in threads:
             settings["threads"] = _text(threads.pop())
         arm = Arm(name=name, num_prefill=shape.num_prefill, num_decode=shape.num_decode, settings=settings)
-        return ArmPlan(arm=arm, serving=serving)
+        return ArmPlan(arm=arm, serving=serving, simulated=simulated)
 
 
 def _external(external: ExternalSpec) -> ArmPlan:
@@ -139,6 +145,15 @@ def _set(raw: dict[str, Any], key: str, value: Any, *, source: str) -> None:
             raise ExperimentError(f"{source}:{key}: {part} holds no keys")
         section = inner
     section[parts[-1]] = value
+
+
+def _simulated(raw: dict[str, Any], *, source: str) -> SimulatedArm:
+    try:
+        return SimulatedArm.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("simulate", *first["loc"])))
+        raise ExperimentError(f"{source}:{key}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _checked(raw: dict[str, Any], *, source: str) -> ServingConfig:

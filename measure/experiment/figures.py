@@ -1,8 +1,8 @@
 """Plots of an experiment: curves over the load, capacity by shape, and what gives way first.
 
-A few arms have a curve and a colour each. When there are many, only the best split of each size and its aggregated
-rival are shown, with a colour for each size, by the load per worker. Marks of measured points are filled, those of
-simulated ones hollow; lines of aggregated arms are dashed.
+A few arms have a curve and a colour each. When there are many, only the best ones are shown; of several sizes these are
+the best split of each and its aggregated rival, with a colour for each size, by the load per worker. Marks of measured
+points are filled, those of simulated ones hollow; lines of aggregated arms are dashed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from measure.experiment.points import Arm, MeanUnit, Point, Source
 from measure.figures import ALL
 from measure.load.estimates import Estimate
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain, ticks_of, whiskers
+from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain, whiskers
 from measure.pages.page import Absent, Panel, Width
 from measure.pages.theme import BLUE, GREY, MAGENTA, ORANGE, PALETTE, PURPLE, SAND, TEAL, colors_of
 from measure.pages.wording import count, percent
@@ -51,15 +51,18 @@ class Sheet:
     """Arms that have curves, and the axis of their loads."""
 
     shown: tuple[_Shown, ...]
+    is_thinned: bool
+    """Whether arms are left out."""
     unit: MeanUnit | None
-    """Unit that rates are divided by when arms are left out; None: they are not divided."""
+    """Unit that rates are divided by when those of several sizes are left out; None: they are not divided."""
 
     @classmethod
     def of(cls, findings: Sequence[Findings]) -> "Sheet":
         """Return the sheet of all sources."""
         chosen = [(each.source, arm) for each in findings for arm in _chosen(each)]
         is_thinned = len(chosen) < sum(len(each.arms) for each in findings)
-        keys = [str(arm.arm.num_workers) if is_thinned else arm.arm.name for _, arm in chosen]
+        is_by_size = is_thinned and len({arm.arm.num_workers for _, arm in chosen}) > 1
+        keys = [str(arm.arm.num_workers) if is_by_size else arm.arm.name for _, arm in chosen]
         colors = colors_of(keys)
         suffix = ", simulated" if len(findings) > 1 else ""
         shown = (
@@ -71,7 +74,7 @@ class Sheet:
             )
             for (source, arm), key in zip(chosen, keys, strict=True)
         )
-        return cls(shown=tuple(shown), unit=findings[0].unit if is_thinned else None)
+        return cls(shown=tuple(shown), is_thinned=is_thinned, unit=findings[0].unit if is_by_size else None)
 
     @property
     def axis(self) -> Axis:
@@ -119,6 +122,8 @@ class Sheet:
 def _chosen(findings: Findings) -> Sequence[ArmFinding]:
     if len(findings.arms) <= _MAX_ARMS:
         return findings.arms
+    if len({arm.arm.num_workers for arm in findings.arms}) == 1:
+        return sorted(findings.arms, key=lambda arm: arm.rank, reverse=True)[:_MAX_ARMS]
     names = {arm.arm.name for arm in findings.best_splits}
     names |= {rival.arm.name for split in findings.best_splits if (rival := findings.rival_of(split)) is not None}
     return [arm for arm in findings.arms if arm.arm.is_external or arm.arm.name in names]
@@ -282,7 +287,6 @@ def limit_panel(findings: Findings) -> Panel:
             )
     names = [plain(arm.arm.name) for arm in reversed(findings.arms)]
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=names, tickformat="", ticksuffix="")
-    figure.update_xaxes(ticks_of(axis, [[place for _, place, _ in marks]], ()))
     return Panel(
         title="What gives way first",
         look_for="The load grows from left to right; the first square that is not green shows what is too small.",

@@ -3,14 +3,19 @@
 import enum
 import hashlib
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.slo import Slo
 from measure.figures import ALL, Figures, by_kind, percentiles, summarize
+from measure.load.records import RequestRecord
 from measure.load.window import Window, counted
 from measure.load.workers import Recorded, summarize_workers, tokens_between
-from measure.simulate.results import gap_percentiles
+from measure.simulate.results import ForecastCheck, check_forecasts, count_cached_tokens, gap_percentiles, hot_spot
+
+_NUM_PARTS = 72
+"""Equal parts of a run, of which a point has the worst one."""
 
 
 class Source(enum.StrEnum):
@@ -95,6 +100,20 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaidWorkers:
+    """Workers of a simulated run, and changes of their pools."""
+
+    worker_s: float
+    """Time of all workers from being asked for until they were gone, up to the last arrival."""
+    num_starts: int = 0
+    num_flips: int = 0
+    num_leaves: int = 0
+    """Workers that were asked to leave, without flips."""
+    num_moves: int = 0
+    """Answers that moved to another worker because theirs was leaving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """Measurements of one run."""
 
@@ -117,8 +136,23 @@ class Point:
     """Largest share of pages in use on any worker."""
     transfer_bytes: int
     transfer_exposed_p50_s: float | None
+    pulled_share: float | None = None
+    """Prompt tokens pulled from other workers of the same prompt tokens; None if unknown."""
+    hot_spot: float | None = None
+    """Workers that compute prompts times the largest share of computed tokens of one of them; 1 is even."""
+    forecasts: dict[str, ForecastCheck] = field(default_factory=dict)
+    """The routers' forecasts beside the outcomes, by what they are of; without those that no request has."""
+    worst_share: float | None = None
+    """Share of good requests in the worst of equal parts of the time; None: not known."""
+    paid: PaidWorkers | None = None
+    """None for real arms."""
     warnings: tuple[str, ...] = ()
     """Reasons not to trust the point, in words."""
+
+    @property
+    def cell(self) -> Cell:
+        """Run that it measures."""
+        return Cell(arm=self.arm.name, load=self.load, repeat=self.repeat)
 
     @property
     def overall(self) -> Figures:
@@ -141,8 +175,9 @@ def point_of(run: Recorded, window: Window, *, arm: Arm, cell: Cell, source: Sou
     requests = counted(run.requests, window)
     pools, _ = summarize_workers(run, requests, window)
     busy = {pool.role: pool.busy for pool in pools}
-    told = [request for request in requests if request.server.num_cached_tokens is not None]
-    num_prompt_tokens = sum(request.num_prompt_tokens for request in told)
+    reported = [request for request in requests if request.server.num_cached_tokens is not None]
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in reported)
+    num_pulled_tokens = sum(request.server.num_pulled_tokens or 0 for request in reported)
     num_output_tokens = sum(tokens_between(request, window.start_s, window.rates_end_s) for request in run.requests)
     moved = [request for request in requests if request.server.transfer_bytes]
     exposed = percentiles(request.server.transfer_exposed_s for request in moved if request.is_complete)
@@ -154,15 +189,35 @@ def point_of(run: Recorded, window: Window, *, arm: Arm, cell: Cell, source: Sou
         duration_s=window.duration_s,
         kinds={kind: summarize(own, slo=slo, itl=gap_percentiles(own)) for kind, own in by_kind(requests).items()},
         output_tokens_per_s=num_output_tokens / window.duration_s if window.duration_s > 0 else 0.0,
-        token_hit=sum(request.server.num_cached_tokens or 0 for request in told) / num_prompt_tokens
-        if num_prompt_tokens
-        else None,
+        token_hit=sum(map(count_cached_tokens, reported)) / num_prompt_tokens if num_prompt_tokens else None,
+        pulled_share=num_pulled_tokens / num_prompt_tokens if num_prompt_tokens else None,
+        hot_spot=hot_spot(requests, num_workers=arm.num_prefill or arm.num_workers),
+        forecasts=_forecasts(requests),
         prefill_busy=busy.get("prefill"),
         decode_busy=busy.get("decode"),
         kv_peak=max((pool.peak_kv for pool in pools if pool.peak_kv is not None), default=None),
         transfer_bytes=sum(request.server.transfer_bytes or 0 for request in moved),
         transfer_exposed_p50_s=None if exposed is None else exposed.p50,
+        worst_share=_worst_share(requests, window, slo),
     )
+
+
+def _forecasts(requests: Sequence[RequestRecord]) -> dict[str, ForecastCheck]:
+    complete = [request for request in requests if request.is_complete]
+    checks = {
+        "TTFT, entering the line": check_forecasts((r.server.line_ttft_forecast, r.server.ttft_s) for r in complete),
+        "TTFT, at the choice": check_forecasts((r.server.ttft_forecast, r.server.ttft_s) for r in complete),
+        "TPOT": check_forecasts((r.server.tpot_forecast, r.tpot_s) for r in complete),
+    }
+    return {name: check for name, check in checks.items() if check is not None}
+
+
+def _worst_share(requests: Sequence[RequestRecord], window: Window, slo: Slo) -> float:
+    length_s = max((window.end_s - window.start_s) / _NUM_PARTS, 1e-9)
+    parts = [min(_NUM_PARTS - 1, int((request.due_s - window.start_s) / length_s)) for request in requests]
+    arrived = Counter(parts)
+    num_good = Counter(part for part, request in zip(parts, requests, strict=True) if slo.is_good(request))
+    return min(num_good[part] / arrived[part] for part in arrived)
 
 
 def slug(text: str) -> str:

@@ -2,14 +2,15 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from common.config import ServingConfig
 from common.model_files import ModelNotFound, resolve_model
-from engine.model.config import UnsupportedModel, longest_text, read_json
+from engine.weights.config import UnsupportedModel, read_json
+from engine.weights.rope_config import longest_text
 from measure.experiment.arms import ArmPlans, build_arms
 from measure.experiment.points import Cell, Source
 from measure.experiment.runner import cell_order
@@ -23,6 +24,20 @@ from measure.workload.traces import TraceError
 _WARM_UP_REPEAT = -1
 _MAX_CHECKED = 20_000
 """Sessions of a cell whose lengths are checked beforehand; closed loops may have no end."""
+
+
+class SimulatedWorkloads(Protocol):
+    """Workloads of simulated cells."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Specification as JSON; results depend on it."""
+
+    def simulated(self, cell: Cell, *, seconds: float) -> Workload:
+        """Return a cell's workload, of a duration unless it has one of its own: equal for all arms."""
+
+    def longest_tokens(self) -> int:
+        """Return the tokens of the longest session of all cells, prompts and answers. Raises ExperimentError."""
 
 
 class Workloads:
@@ -116,15 +131,18 @@ class Choices:
     """Loads in place of the file's; empty: those of the file."""
 
 
+_W = TypeVar("_W", bound=SimulatedWorkloads, covariant=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
+class Experiment(Generic[_W]):
     """An experiment that can run."""
 
     spec: ExperimentSpec
     path: Path
     source: Source
     arms: ArmPlans
-    workloads: Workloads
+    workloads: _W
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -145,13 +163,13 @@ class Experiment:
         if self.source is Source.SIMULATED:
             common["simulate"] = _of_simulation(spec)
         for plan in self.arms.plans:
-            common[f"arm {plan.arm.name}"] = (
-                {"url": plan.url} if plan.serving is None else plan.serving.model_dump(mode="json")
-            )
+            of_arm = {"url": plan.url} if plan.serving is None else plan.serving.model_dump(mode="json")
+            simulated = plan.simulated.model_dump(exclude_defaults=True)
+            common[f"arm {plan.arm.name}"] = of_arm | {f"simulate.{key}": value for key, value in simulated.items()}
         return {f"{self.source.value} {key}": value for key, value in common.items()}
 
 
-def prepare(path: Path, choices: Choices) -> Experiment:
+def prepare(path: Path, choices: Choices) -> Experiment[Workloads]:
     """Read and check an experiment: its file, every arm's configuration, the workload. Raises ExperimentError."""
     spec = load_experiment(path)
     overrides: dict[str, Any] = {}
@@ -163,15 +181,26 @@ def prepare(path: Path, choices: Choices) -> Experiment:
     arms = build_arms(spec, path=path, overrides=overrides)
     if choices.only:
         arms = arms.only(choices.only)
+    if choices.source is Source.REAL:
+        _check_real(arms)
     workloads = Workloads(spec, path=path)
-    _check_lengths([plan.serving for plan in arms.plans if plan.serving is not None], workloads, source=choices.source)
-    return Experiment(spec=spec, path=path, source=choices.source, arms=arms, workloads=workloads)
+    experiment = Experiment(spec=spec, path=path, source=choices.source, arms=arms, workloads=workloads)
+    check_lengths(experiment)
+    return experiment
 
 
-def _check_lengths(servings: Sequence[ServingConfig], workloads: Workloads, *, source: Source) -> None:
-    longest = workloads.longest_tokens()
-    for serving in servings:
-        limit = serving.model.max_model_len or (_trained_len(serving) if source is Source.REAL else None)
+def _check_real(arms: ArmPlans) -> None:
+    for plan in arms.plans:
+        for key in plan.simulated.model_fields_set:
+            raise ExperimentError(f"arm {plan.arm.name}: simulate.{key} is for simulations; run it with --simulate")
+
+
+def check_lengths(experiment: Experiment[SimulatedWorkloads]) -> None:
+    """Raise ExperimentError unless every arm of ours can hold the longest session."""
+    longest = experiment.workloads.longest_tokens()
+    for serving in (plan.serving for plan in experiment.arms.plans if plan.serving is not None):
+        is_real = experiment.source is Source.REAL
+        limit = serving.model.max_model_len or (_trained_len(serving) if is_real else None)
         holds = serving.pools.decode
         if limit is not None and longest > limit:
             reason = f"{serving.model.id} takes {limit}"

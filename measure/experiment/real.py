@@ -64,13 +64,13 @@ async def ask_worker(address: str, connect: Connect) -> MeasuredWorker:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             facts = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=_TIMEOUT_S)
-            told = await stub.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), timeout=_TIMEOUT_S)
+            status = await stub.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-    if not told.HasField("timing"):
+    if not status.HasField("timing"):
         raise EngineFault(f"worker {address} reports no timing: start it from this version of kvrelay")
     return MeasuredWorker(
-        timing=timing_from_proto(told.timing),
+        timing=timing_from_proto(status.timing),
         num_blocks=facts.num_blocks,
         block_size=facts.layout.block_size,
         block_bytes=facts.layout.block_bytes,

@@ -41,7 +41,7 @@ def write_report(store: Store, findings: Sequence[Findings]) -> Path:
     stated = next((settings[key] for key in ("real slo", "simulated slo") if key in settings), None)
     slo = None if stated is None else Slo(**stated)
     sheet, file = Sheet.of(findings), _file(store)
-    thinned = "For each number of workers the best split and the best aggregated arm are shown; the table has all."
+    thinned = "The best arms of each size are shown; the table has all."
     page = Page(
         title=f"Experiment {file.get('name', store.out.name)}",
         subtitle=_subtitle(findings, slo, file.get("capacity", {}).get("kinds", [])),
@@ -53,7 +53,7 @@ def write_report(store: Store, findings: Sequence[Findings]) -> Path:
         sections=(
             PageSection(
                 title="As the load grows",
-                intro=thinned if sheet.unit is not None else "",
+                intro=thinned if sheet.is_thinned else "",
                 panels=load_panels(sheet, share=findings[0].share, slo=slo),
             ),
             *(
@@ -108,8 +108,8 @@ def _subtitle(findings: Sequence[Findings], slo: Slo | None, kinds: Sequence[str
 
 def _warnings(store: Store) -> tuple[str, ...]:
     warned = Counter(warning for point in store.points() for warning in point.warnings)
-    told = [f"{warning} ({count(times, 'run')})" for warning, times in warned.items()]
-    return (*told, *(f"not measured: {failure}" for failure in store.failures()))
+    warnings = [f"{warning} ({count(times, 'run')})" for warning, times in warned.items()]
+    return (*warnings, *(f"not measured: {failure}" for failure in store.failures()))
 
 
 def _file(store: Store) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class ResultKeeper:
             raise
         else:
             self.store.keep(self._source, cell, point)
-            self._tell(point_line(point))
+            self._report_progress(point_line(point))
 
     def give_up(self, cell: Cell, reason: str) -> None:
         """Note why a cell has no point; the next run tries it again."""
@@ -146,9 +146,9 @@ class ResultKeeper:
         folder = self.store.folder(self._source, cell)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "failure.txt").write_text(reason + "\n", encoding="utf-8")
-        self._tell(f"{cell.name} FAILED: {reason}")
+        self._report_progress(f"{cell.name} FAILED: {reason}")
 
-    def _tell(self, result: str) -> None:
+    def _report_progress(self, result: str) -> None:
         self.report(f"{self._progress()} {result}".lstrip())
 
 

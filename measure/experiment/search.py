@@ -1,19 +1,19 @@
 """Searches the capacity of arms; cells that are kept are not measured again.
 
-Simulated arms run side by side, each in a process, to use several cores. Every process does what the command would do
-for its arm alone, in the same folder: cells of different arms share no files. Running the experiment afterwards finds
-all cells kept.
+Simulated arms run side by side, each in a process, to use several cores; without a search, so do their loads. Every
+process does what the command would do for its part alone, in the same folder: cells share no files. Running the
+experiment afterwards finds all cells kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from measure.experiment.arms import ArmPlan
 from measure.experiment.capacity import first_load, searched_loads
+from measure.experiment.ended import counting_here
 from measure.experiment.points import Cell
-from measure.experiment.prepare import Experiment
+from measure.experiment.prepare import Experiment, SimulatedWorkloads
 from measure.experiment.runner import Bench, Report, ResultKeeper, run_arm, run_cells
 from measure.experiment.simulated import SimulatedBench
 from measure.experiment.spec import CapacitySpec
@@ -36,7 +36,7 @@ def find_capacity(plan: ArmPlan, spec: CapacitySpec, keeper: ResultKeeper, bench
     run_arm(plan, (cell for load in loads for cell in cells_at(load)), keeper, bench)
 
 
-def measure(experiment: Experiment, keeper: ResultKeeper, bench: Bench, *, is_search: bool) -> None:
+def measure(experiment: Experiment[SimulatedWorkloads], keeper: ResultKeeper, bench: Bench, *, is_search: bool) -> None:
     """Measure an experiment's cells, or search the capacities of its arms; the keeper gets the results."""
     spec, plans = experiment.spec, experiment.arms.plans
     if not is_search:
@@ -46,24 +46,40 @@ def measure(experiment: Experiment, keeper: ResultKeeper, bench: Bench, *, is_se
         find_capacity(plan, spec.capacity, keeper, bench, start=spec.loads[0])
 
 
-def measure_side_by_side(experiment: Experiment, out: Path, *, num_jobs: int, is_search: bool, report: Report) -> None:
-    """Measure simulated arms, `num_jobs` at a time, the largest ones first: they take longest.
+def measure_side_by_side(
+    experiment: Experiment[SimulatedWorkloads], store: Store, *, num_jobs: int, is_search: bool, report: Report
+) -> None:
+    """Measure parts of a simulated experiment, `num_jobs` at a time, the largest arms first: they take longest.
 
-    `report` gets the lines of an arm's process when it has ended. The first error, which is raised, or an interrupt
+    `report` gets the lines of a part's process when it has ended. The first error, which is raised, or an interrupt
     ends all processes; finished cells stay.
     """
-    plans = sorted(experiment.arms.plans, key=lambda plan: -plan.arm.num_workers)
-    alone = [replace(experiment, arms=replace(experiment.arms, plans=(plan,))) for plan in plans]
-    run = partial(_measure_arm, is_search=is_search)
-    for lines in in_processes(run, [(each, out) for each in alone], num_jobs=num_jobs):
+    run = partial(_measure_part, is_search=is_search)
+    tasks = [(part, store) for part in _parts(experiment, store, is_search=is_search)]
+    for lines in in_processes(run, tasks, num_jobs=num_jobs, prepare=counting_here()):
         for line in lines:
             report(line)
 
 
-def _measure_arm(experiment: Experiment, out: Path, *, is_search: bool) -> Sequence[str]:
-    """Measure an experiment's only arm and return its report."""
+def _parts(
+    experiment: Experiment[SimulatedWorkloads], store: Store, *, is_search: bool
+) -> Iterator[Experiment[SimulatedWorkloads]]:
+    """Yield the parts that can be measured apart: an arm's search, or its cells at a load if any of them is missing."""
+    for plan in sorted(experiment.arms.plans, key=lambda plan: -plan.arm.num_workers):
+        arm = replace(experiment, arms=replace(experiment.arms, plans=(plan,)))
+        if is_search:
+            yield arm
+            continue
+        for load in experiment.spec.loads:
+            part = replace(arm, spec=experiment.spec.model_copy(update={"loads": (load,)}))
+            if any(store.point(experiment.source, cell) is None for cell in part.cells):
+                yield part
+
+
+def _measure_part(experiment: Experiment[SimulatedWorkloads], store: Store, *, is_search: bool) -> Sequence[str]:
+    """Measure a part of an experiment, with one arm, and return its report."""
     lines: list[str] = []
     bench = SimulatedBench(experiment.spec, experiment.workloads)
-    measure(experiment, ResultKeeper(Store(out), experiment.source, lines.append), bench, is_search=is_search)
+    measure(experiment, ResultKeeper(store, experiment.source, lines.append), bench, is_search=is_search)
     arm = experiment.arms.plans[0].arm.name
     return [line if arm in line else f"{arm}: {line}" for line in lines]

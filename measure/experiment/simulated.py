@@ -10,26 +10,31 @@ import statistics
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from common.config import PoolConfig, ServingConfig
+from common.config import PoolConfig
 from common.slo import Slo
 from measure.experiment.arms import ArmPlan
-from measure.experiment.points import Arm, Cell, Point, Source, point_of
-from measure.experiment.prepare import Workloads
+from measure.experiment.ended import count_request
+from measure.experiment.points import Cell, PaidWorkers, Point, Source, point_of
+from measure.experiment.prepare import SimulatedWorkloads
 from measure.experiment.runner import CellFailed, Measure
 from measure.experiment.spec import ExperimentError, ExperimentSpec
+from measure.experiment.store import CLOCK_FILE
 from measure.load.records import RequestRecord
-from measure.load.window import NothingMeasured, find_window
+from measure.load.window import NothingMeasured, Window, find_window
 from measure.simulate.cluster import run
+from measure.simulate.planners import planning_by
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings
 from measure.simulate.roofline import Hardware, UnknownHardware
-from measure.simulate.store import write_requests
+from measure.simulate.routers import routers_of
+from measure.simulate.store import write_json, write_requests
 from measure.simulate.timing import TimingFileError
 from measure.workload.content import ContentWriter
 from measure.workload.sessions import Segment, Session, Turn, Workload
+from router.tenants import ANYBODY, Tenant
 
 _RETURN_S = 1.0
 """Time until the place of a refused session is taken."""
@@ -42,7 +47,6 @@ _NUM_SAMPLES = 200
 """Samples of the workers in a run."""
 _REQUESTS_PER_S = 60.0
 """Rough speed of a simulation on one core; for forecasts only."""
-_EVENT_LAG_S = 0.02
 _TOLERATED = 0.1
 """Share by which fewer requests than expected may come without a warning."""
 
@@ -57,12 +61,18 @@ class Users:
     refused sessions would otherwise follow each other without any time passing.
     """
 
-    def __init__(self, workload: Workload, *, slo: Slo, max_tokens: int | None = None) -> None:
-        """`max_tokens`: limit that every request states, all that a router knows; None: the answer's length."""
+    def __init__(
+        self, workload: Workload, *, slo: Slo, max_tokens: int | None = None, are_tenants: bool = False
+    ) -> None:
+        """`max_tokens`: limit that every request states, all that a router knows; None: the answer's length.
+
+        `are_tenants`: every stream is a tenant of its own.
+        """
         self._workload = workload
         self._writer = ContentWriter(seed=workload.seed)
         self._slo = slo
         self._max_tokens = max_tokens
+        self._are_tenants = are_tenants
         self._num_begun = 0
         """Requests of the sessions that have begun, sent or not."""
         self._num_answers = 0
@@ -125,6 +135,7 @@ class Users:
             turn=index,
             ttft_slo_s=self._slo.ttft_of(len(prompt)),
             kind=session.kind,
+            tenant=Tenant(name=session.kind) if self._are_tenants else ANYBODY,
             follow_up=None if is_last and line is None else follow_up,
         )
 
@@ -134,24 +145,43 @@ class Users:
         return self._writer.tokens([Segment(_ANSWERS + self._num_answers, turn.num_output_tokens)])
 
 
-def simulate_point(
-    arm: Arm, serving: ServingConfig, workload: Workload, spec: ExperimentSpec, cell: Cell
-) -> tuple[Point, SimRun]:
+def simulate_point(plan: ArmPlan, workload: Workload, spec: ExperimentSpec, cell: Cell) -> tuple[Point, SimRun]:
     """Serve a cell's workload on a simulated arm and return the results.
 
     Blocks, some ten milliseconds of a core for each request; needs a thread without a running loop. Raises
     CellFailed when no request counts, ExperimentError when the arm cannot be simulated.
     """
-    users = Users(workload, slo=spec.objectives, max_tokens=spec.simulate.max_tokens)
-    shape, settings = _simulation(arm, serving, spec)
+    simulated = plan.simulated
+    shape, settings = simulation_of(plan, spec)
     settings = replace(settings, seed=workload.seed, sample_interval_s=_sample_interval_s(workload, cell.load))
-    finished = run(shape, settings, users.arrivals())
+    max_tokens = spec.simulate.max_tokens
+    if simulated.policy is not None:
+        routers = routers_of(simulated.policy)
+        settings = routers.replacing(settings)
+        max_tokens = None if routers.is_perfect else max_tokens
+    if simulated.planner is not None:
+        settings = replace(settings, elasticity=planning_by(simulated.planner, spec.objectives))
+    users = Users(workload, slo=spec.objectives, max_tokens=max_tokens, are_tenants=simulated.tenants)
+    finished = run(shape, settings, users.arrivals(), progress=count_request)
     try:
         window = find_window(finished.requests, warm_up_s=spec.warm_up_s, cool_down_s=None)
     except NothingMeasured as error:
         raise CellFailed(str(error)) from error
-    point = point_of(finished, window, arm=arm, cell=cell, source=Source.SIMULATED, slo=spec.objectives)
-    return replace(point, warnings=_warnings(window.num_counted, cell.load * window.duration_s)), finished
+    point = point_of(finished, window, arm=plan.arm, cell=cell, source=Source.SIMULATED, slo=spec.objectives)
+    warnings = _warnings(window.num_counted, cell.load * (window.end_s - window.start_s))
+    return replace(point, paid=_paid(finished, window), warnings=warnings), finished
+
+
+def _paid(finished: SimRun, window: Window) -> PaidWorkers:
+    stays = finished.stays
+    num_flips = sum(stay.is_flipped for stay in stays)
+    return PaidWorkers(
+        worker_s=sum(stay.paid_s(until_s=window.end_s) for stay in stays),
+        num_starts=sum(stay.asked_s > 0 for stay in stays) - num_flips,
+        num_flips=num_flips,
+        num_leaves=sum(stay.leaving_s is not None for stay in stays) - num_flips,
+        num_moves=finished.num_moves,
+    )
 
 
 def _warnings(num_counted: int, num_expected: float) -> tuple[str, ...]:
@@ -168,7 +198,10 @@ def _sample_interval_s(workload: Workload, load: float) -> float:
     return expected_s / _NUM_SAMPLES
 
 
-def _simulation(arm: Arm, serving: ServingConfig, spec: ExperimentSpec) -> tuple[ClusterShape, SimSettings]:
+def simulation_of(plan: ArmPlan, spec: ExperimentSpec) -> tuple[ClusterShape, SimSettings]:
+    """Return the simulated cluster of an arm, and its settings. Raises ExperimentError."""
+    arm, serving = plan.arm, plan.serving
+    assert serving is not None, "external servers are not simulated"
     prefill, decode = serving.pools.prefill, serving.pools.decode
     first = prefill if arm.num_prefill else decode
     for key in ("block_size", "num_blocks", "kv_memory_gib", "max_running", "max_waiting"):
@@ -187,6 +220,7 @@ def _simulation(arm: Arm, serving: ServingConfig, spec: ExperimentSpec) -> tuple
     shape = ClusterShape(
         num_prefill=arm.num_prefill,
         num_decode=arm.num_decode,
+        num_routers=serving.router.count,
         num_blocks=_num_blocks(decode, block_bytes),
         block_size=decode.block_size,
         block_bytes=block_bytes,
@@ -201,7 +235,8 @@ def _simulation(arm: Arm, serving: ServingConfig, spec: ExperimentSpec) -> tuple
         decode=decode_pace,
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         router=serving.router,
-        event_lag_s=_EVENT_LAG_S,
+        report_interval_s=simulate.report_interval_s,
+        event_lag_s=simulate.event_lag_s,
         tpot_slo_s=spec.slo.tpot_s,
     )
 
@@ -219,15 +254,14 @@ class SimulatedBench:
 
     source = Source.SIMULATED
 
-    def __init__(self, spec: ExperimentSpec, workloads: Workloads) -> None:
+    def __init__(self, spec: ExperimentSpec, workloads: SimulatedWorkloads) -> None:
         self._spec = spec
         self._workloads = workloads
 
     @contextmanager
     def serve(self, plan: ArmPlan) -> Iterator[Measure]:
         """Yield the function that measures the arm's cells, each on workers of its own."""
-        assert plan.serving is not None, "external servers are not simulated"
-        yield partial(self._measure, plan.arm, plan.serving)
+        yield partial(self._measure, plan)
 
     def seconds(self, num_cells: int, num_starts: int) -> float:
         """Return the approximate time of so many cells; starts take none."""
@@ -238,8 +272,10 @@ class SimulatedBench:
         """Return the time in which requests arrive, including the warm-up: longer at low loads, for enough of them."""
         return self._spec.warm_up_s + max(self._spec.duration_s, self._spec.simulate.min_requests / load)
 
-    def _measure(self, arm: Arm, serving: ServingConfig, cell: Cell, folder: Path) -> Point:
+    def _measure(self, plan: ArmPlan, cell: Cell, folder: Path) -> Point:
         workload = self._workloads.simulated(cell, seconds=self._duration_s(cell.load))
-        point, finished = simulate_point(arm, serving, workload, self._spec, cell)
+        point, finished = simulate_point(plan, workload, self._spec, cell)
         write_requests(folder / "requests.jsonl", finished.requests)
+        write_json(folder / "workers.json", [asdict(worker) for worker in finished.workers])
+        write_json(folder / CLOCK_FILE, asdict(finished.clock))
         return point

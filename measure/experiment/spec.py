@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.config import SloConfig
 from common.slo import Slo
-from measure.workload.spec import read_yaml
+from measure.simulate.planners import planning_by
+from measure.simulate.routers import policy_names
+from measure.workload.spec import PositiveFloat, read_yaml
 
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Inline = dict[str, Any] | Path
 """A mapping of serving.yaml or of a workload, or the path of a file that holds one."""
 _Count = Annotated[int, Field(ge=1, le=1024)]
@@ -53,7 +54,8 @@ class Shape(_Section):
     threads: _Count | None = None
     """CPU threads of each worker."""
     serving: dict[str, Any] = {}
-    """Dotted keys of serving.yaml, such as `pools.max_step_tokens`, and their values for this shape."""
+    """Dotted keys of serving.yaml, such as `pools.max_step_tokens`, or of `SimulatedArm`, as `simulate.planner`, and
+    their values for this shape."""
 
     @model_validator(mode="before")
     @classmethod
@@ -142,6 +144,31 @@ class CapacitySpec(_Section):
         return self
 
 
+class SimulatedArm(_Section):
+    """Parts of an arm that only simulations have."""
+
+    policy: str | None = None
+    """A policy of replays, in place of `router.policy`."""
+    planner: str | None = None
+    """A planner of the pools' sizes, see `measure/simulate/planners.py`."""
+    tenants: bool = False
+    """Whether every stream is a tenant of its own."""
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, name: str | None) -> str | None:
+        if name is not None and name not in policy_names():
+            raise ValueError(f"{name!r} is not a policy; known are {', '.join(policy_names())}")
+        return name
+
+    @field_validator("planner")
+    @classmethod
+    def _known_planner(cls, name: str | None) -> str | None:
+        if name is not None:
+            planning_by(name, Slo(ttft_s=1.0, tpot_s=1.0))
+        return name
+
+
 class SimulateSpec(_Section):
     """Differences under a virtual clock, for `--simulate`. Unset keys are as in the experiment itself."""
 
@@ -159,6 +186,10 @@ class SimulateSpec(_Section):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Limit that requests state, all that a router knows of their answers; default: their lengths, as in load tests of
     real servers."""
+    report_interval_s: Annotated[float, Field(ge=0)] = 0.1
+    """Minimum time between two reports of a worker's load and KV events."""
+    event_lag_s: Annotated[float, Field(ge=0)] = 0.02
+    """Extra latency of reports over other messages."""
     serving: dict[str, Any] = {}
     """Dotted keys of serving.yaml, and their values."""
 
@@ -172,7 +203,7 @@ class ExperimentSpec(_Section):
     shapes: Annotated[tuple[Shape, ...], Field(min_length=1)]
     external: tuple[ExternalSpec, ...] = ()
     grid: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = {}
-    """Dotted keys of serving.yaml and the values to try, in all combinations; `pools.KEY` means both pools."""
+    """Such dotted keys and the values to try, in all combinations; `pools.KEY` means both pools."""
     workload: Inline
     """Workload, inline or a path."""
     loads: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]

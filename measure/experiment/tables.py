@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from operator import attrgetter
 from urllib.parse import quote
 
@@ -11,7 +12,7 @@ from rich.table import Table as TerminalTable
 from measure.experiment.analysis import ArmFinding, Findings, Gain
 from measure.experiment.capacity import Capacity
 from measure.experiment.curves import Reading
-from measure.experiment.points import Cell, Point
+from measure.experiment.points import PaidWorkers, Point
 from measure.experiment.store import Store
 from measure.figures import ALL, Percentiles
 from measure.load.estimates import Estimate
@@ -35,6 +36,8 @@ def loads_table(findings: Findings) -> TerminalTable:
         "p99 ms": lambda reading: _range(reading.latency(ALL, "itl", "p99"), "{:.0f}", factor=1000),
         "prefill busy": lambda reading: or_unknown(reading.mean_of(attrgetter("prefill_busy")), "{:.0%}".format),
         "decode busy": lambda reading: or_unknown(reading.mean_of(attrgetter("decode_busy")), "{:.0%}".format),
+        "worst part": lambda reading: or_unknown(reading.mean_of(attrgetter("worst_share")), "{:.1%}".format),
+        "worker hours": lambda reading: or_unknown(reading.mean_of(_paid_h), "{:.2f}".format),
     }
     return filled_table((reading for arm in findings.arms for reading in arm.curve.readings), columns)
 
@@ -81,13 +84,32 @@ def runs_panel(findings: Iterable[Findings], store: Store) -> Panel:
         "decode busy": lambda point: or_unknown(point.decode_busy, whole_percent),
         "KV peak": lambda point: or_unknown(point.kv_peak, whole_percent),
         "cached": lambda point: or_unknown(point.token_hit, whole_percent),
-    }
+        "pulled": lambda point: or_unknown(point.pulled_share, whole_percent),
+        "hot spot": lambda point: or_unknown(point.hot_spot, "{:.2f}".format),
+        "worst part": lambda point: or_unknown(point.worst_share, percent),
+        "worker hours": lambda point: or_unknown(_paid_h(point), "{:.2f}".format),
+        "changes": _changes_text,
+    } | forecast_columns(points)
+    text = frozenset(["source", "changes"])
     links = tuple(_link(point, store) for point in points)
     return Panel(
         title="Runs",
-        content=table_of(points, columns, text_columns=frozenset(["source"]), links=links if any(links) else ()),
+        content=table_of(points, columns, text_columns=text, links=links if any(links) else ()),
         note="Arms link to the pages of their runs, if there are any.",
     )
+
+
+def forecast_columns(points: Iterable[Point]) -> dict[str, Callable[[Point], str]]:
+    """Return the columns of the routers' forecasts, beside what came of them; none where no router forecast."""
+    names = dict.fromkeys(name for point in points for name in point.forecasts)
+    return {f"{name}: off, held %": partial(_forecast_text, name) for name in names}
+
+
+def _forecast_text(name: str, point: Point) -> str:
+    check = point.forecasts.get(name)
+    if check is None:
+        return UNKNOWN
+    return f"{100 * check.median_error:.0f}, {or_unknown(check.held_share, lambda share: f'{100 * share:.0f}')}"
 
 
 def gain_text(gain: Gain | None) -> str:
@@ -114,6 +136,16 @@ def _arm_columns(findings: Findings) -> Mapping[str, Callable[[ArmFinding], str]
     }
 
 
+def _paid_h(point: Point) -> float | None:
+    return None if point.paid is None else point.paid.worker_s / 3600
+
+
+def _changes_text(point: Point) -> str:
+    paid = point.paid or PaidWorkers(worker_s=0.0)
+    counts = {"started": paid.num_starts, "flipped": paid.num_flips, "left": paid.num_leaves, "moved": paid.num_moves}
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+
 def _range(estimate: Estimate | None, form: str, *, factor: float = 1) -> str:
     """Return a mean over the runs, with the smallest and the largest value where they differ."""
     if estimate is None:
@@ -132,6 +164,5 @@ def _time(latency: Percentiles | None, percentile: str) -> str:
 
 def _link(point: Point, store: Store) -> str:
     """Return the link from the experiment's page to a run's own page; empty without one."""
-    folder = store.folder(point.source, Cell(arm=point.arm.name, load=point.load, repeat=point.repeat))
-    page = folder / "report.html"
+    page = store.folder(point.source, point.cell) / "report.html"
     return quote(os.path.relpath(page, store.out)) if page.exists() else ""

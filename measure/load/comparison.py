@@ -22,12 +22,17 @@ from measure.load.estimates import Estimate, Floats, MeasuredDistribution, Resam
 from measure.load.measures import latency_values
 from measure.load.records import RequestRecord, Run
 from measure.load.summary import Summary
-from measure.load.tables import UNKNOWN, UNSURE, plain_table
+from measure.load.tables import CAUTION, UNKNOWN, UNSURE, between, terminal_table
 from measure.load.window import Window, counted
+from measure.pages.page import Table
 from measure.pages.wording import count, duration, number, percent
 
 _TIMES = {"ttft": (0.5, 0.9, 0.99), "itl": (0.5, 0.99), "tpot": (0.5, 0.99), "e2e": (0.5, 0.99)}
 """Percentiles that are compared, by field of `Latencies`."""
+
+
+def _label(name: str, share: float) -> str:
+    return f"{name.upper()} p{100 * share:g}"
 
 
 class MeasureUnit(enum.StrEnum):
@@ -61,23 +66,13 @@ class Row:
     cells: tuple[ComparedValue | None, ...]
     """One per run; None where the run has no value."""
 
-    def is_significant(self, place: int) -> bool:
-        """Return whether the interval of a run's change excludes "no change"."""
-        cell = self.cells[place]
-        if cell is None or cell.change is None:
-            return False
-        return not cell.change.low <= self._same <= cell.change.high
-
     def verdict(self, place: int) -> bool | None:
-        """Return whether a run is better than the first; None where the change may be chance."""
+        """Return whether a run is better than the first; None where its change may be chance."""
         cell = self.cells[place]
-        if cell is None or cell.change is None or not self.is_significant(place):
+        same = 0.0 if self.unit is MeasureUnit.SHARE else 1.0
+        if cell is None or cell.change is None or cell.change.low <= same <= cell.change.high:
             return None
-        return (cell.change.value > self._same) == self.more_is_better
-
-    @property
-    def _same(self) -> float:
-        return 0.0 if self.unit is MeasureUnit.SHARE else 1.0
+        return (cell.change.value > same) == self.more_is_better
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,30 +91,49 @@ class RunComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
-    """Measures of one run for one kind."""
+class _Measured:
+    """A measure of one run for one kind."""
 
-    quoted: dict[str, tuple[Estimate, bool]]
-    """Each measure, and whether the run had enough requests for it."""
-    resamples: dict[str, Floats]
-    """Each measure in every resample."""
+    value: Estimate
+    is_sufficient: bool = True
+    resamples: Floats
+
+    def against(self, first: "_Measured | None", unit: MeasureUnit) -> ComparedValue:
+        """Return the value with its change against that of the first run; without one where either has no ratio."""
+        change = None
+        if first is not None and unit is MeasureUnit.SHARE:
+            change = Estimate.of(self.resamples - first.resamples)
+        elif first is not None and np.all(first.resamples > 0):
+            change = Estimate.of(self.resamples / first.resamples)
+        return ComparedValue(value=self.value, change=change, is_sufficient=self.is_sufficient)
 
 
 _GOOD, _GOODPUT = "good", "goodput"
+_UNITS = {_GOOD: MeasureUnit.SHARE, _GOODPUT: MeasureUnit.PER_S} | {
+    _label(name, share): MeasureUnit.SECONDS for name, shares in _TIMES.items() for share in shares
+}
 
 
 def compare(runs: Sequence[Run], summaries: Sequence[Summary]) -> RunComparison:
     """Compare runs with the first of them. `summaries` belong to the runs and define which requests count."""
     samples = [counted(run.requests, summary.window) for run, summary in zip(runs, summaries, strict=True)]
     matched = [_matched(requests, samples[0]) for requests in samples]
-    is_paired = tuple(requests is not None for requests in matched)
     rows: list[Row] = []
     for kind in _common_kinds(summaries):
-        of_kind = [
-            _sample(kind, partners or requests, summary, seed=0 if partners else place)
+        measured = [
+            _measured(kind, partners or requests, summary, seed=0 if partners else place)
             for place, (partners, requests, summary) in enumerate(zip(matched, samples, summaries, strict=True))
         ]
-        rows += _rows(kind, of_kind)
+        for name, unit in _UNITS.items():
+            first, *_ = found = [of_run.get(name) for of_run in measured]
+            cells = tuple(
+                None if each is None else each.against(first if place else None, unit)
+                for place, each in enumerate(found)
+            )
+            if any(cells):
+                is_time = unit is MeasureUnit.SECONDS
+                rows.append(Row(kind=kind, name=name, unit=unit, more_is_better=not is_time, cells=cells))
+    is_paired = tuple(requests is not None for requests in matched)
     return RunComparison(summaries=tuple(summaries), rows=tuple(rows), is_paired=is_paired)
 
 
@@ -141,28 +155,30 @@ def _common_kinds(summaries: Sequence[Summary]) -> list[str]:
     return common if len(common) > 2 else [ALL]
 
 
-def _sample(kind: str, requests: Sequence[RequestRecord], summary: Summary, *, seed: int) -> _Sample | None:
+def _measured(kind: str, requests: Sequence[RequestRecord], summary: Summary, *, seed: int) -> dict[str, _Measured]:
     own = [request for request in requests if kind in (ALL, request.kind)]
     found = next((candidate for candidate in summary.kinds if candidate.kind == kind), None)
     if found is None:
-        return None
+        return {}
     resampler = Resampler(len(own), seed=seed)
     is_good = np.array([summary.slo.is_good(request) for request in own], dtype=np.float64)
-    quoted = {_GOOD: (found.good_share, True), _GOODPUT: (found.goodput_per_s, True)}
-    resamples = {
-        _GOOD: resampler.ratios(is_good, np.ones(is_good.size)),
-        _GOODPUT: resampler.ratios(is_good, _shares_of_time(own, summary.window)),
+    good = resampler.ratios(is_good, np.ones(is_good.size))
+    goodput = resampler.ratios(is_good, _shares_of_time(own, summary.window))
+    measured = {
+        _GOOD: _Measured(value=found.good_share, resamples=good),
+        _GOODPUT: _Measured(value=found.goodput_per_s, resamples=goodput),
     }
     for name, shares in _TIMES.items():
         distribution: MeasuredDistribution | None = getattr(found.latencies, name)
         if distribution is None:
             continue
         columns = resampler.quantiles(*latency_values(name, own), shares)
-        for column, share in enumerate(shares):
-            percentile = distribution.at(share)
-            quoted[_label(name, share)] = percentile.estimate, percentile.is_sufficient
-            resamples[_label(name, share)] = columns[:, column]
-    return _Sample(quoted=quoted, resamples=resamples)
+        for share, resamples in zip(shares, columns.T, strict=True):
+            at = distribution.at(share)
+            measured[_label(name, share)] = _Measured(
+                value=at.estimate, is_sufficient=at.is_sufficient, resamples=resamples
+            )
+    return measured
 
 
 def _shares_of_time(requests: Sequence[RequestRecord], window: Window) -> Floats:
@@ -179,104 +195,75 @@ def _shares_of_time(requests: Sequence[RequestRecord], window: Window) -> Floats
     return gaps
 
 
-def _label(name: str, share: float) -> str:
-    return f"{name.upper()} p{100 * share:g}"
-
-
-def _rows(kind: str, samples: Sequence[_Sample | None]) -> Iterator[Row]:
-    labels = [_label(name, share) for name, shares in _TIMES.items() for share in shares]
-    for name, unit in (
-        (_GOOD, MeasureUnit.SHARE),
-        (_GOODPUT, MeasureUnit.PER_S),
-        *((label, MeasureUnit.SECONDS) for label in labels),
-    ):
-        cells = tuple(_cell(name, unit, sample, samples[0] if place else None) for place, sample in enumerate(samples))
-        if any(cells):
-            yield Row(kind=kind, name=name, unit=unit, more_is_better=unit is not MeasureUnit.SECONDS, cells=cells)
-
-
-def _cell(name: str, unit: MeasureUnit, sample: _Sample | None, first: _Sample | None) -> ComparedValue | None:
-    if sample is None or name not in sample.quoted:
-        return None
-    change = None
-    if first is not None and name in first.quoted:
-        change = _change(unit, sample.resamples[name], first.resamples[name])
-    value, is_sufficient = sample.quoted[name]
-    return ComparedValue(value=value, change=change, is_sufficient=is_sufficient)
-
-
-def _change(unit: MeasureUnit, own: Floats, first: Floats) -> Estimate | None:
-    if unit is MeasureUnit.SHARE:
-        return Estimate.of(own - first)
-    if not np.all(first > 0):  # no ratio in some resamples
-        return None
-    return Estimate.of(own / first)
-
-
-_BETTER, _WORSE, _CAUTION = "bold green", "bold red", "bold yellow"
+_WORDS = {_GOOD: "share of good requests"}
+_VERDICT = (_GOOD, _GOODPUT, "TTFT p99", "ITL p99", "TPOT p99")
 
 
 def comparison_view(comparison: RunComparison, names: Sequence[str]) -> RenderableType:
-    """Return runs side by side, each but the first with its change; coloured changes exceed chance."""
-    letters = [ascii_uppercase[place % len(ascii_uppercase)] for place in range(len(names))]
-    table = plain_table("", "", num_left=2)
-    for place, letter in enumerate(letters):
-        table.add_column(letter, justify="right", no_wrap=True)
-        if place:
-            table.add_column(f"{letter} against {letters[0]}", justify="right", no_wrap=True)
-    previous = ""
-    for row in comparison.rows:
-        if previous and row.kind != previous:
-            table.add_section()
-        table.add_row(row.kind if row.kind != previous else "", row.name, *_comparison_cells(row))
-        previous = row.kind
-    return Group(*_legend(comparison, letters, names), "", table, "", *_notes(comparison, letters))
-
-
-def _legend(comparison: RunComparison, letters: Sequence[str], names: Sequence[str]) -> Iterator[Text]:
-    for letter, name, summary in zip(letters, names, comparison.summaries, strict=True):
-        facts = (
-            f" {name} · {summary.info.system} · {summary.info.target} · {count(summary.window.num_counted, 'request')}"
+    """Return runs side by side for a terminal, each but the first with its change; changes in bold exceed chance."""
+    letters = ascii_uppercase[: len(names)]
+    parts: list[RenderableType] = [
+        Text.assemble(
+            (letter, "bold"),
+            f" {name} · {summary.info.system} · {summary.info.target} · {count(summary.window.num_counted, 'request')}",
         )
-        yield Text.assemble((letter, "bold"), facts)
-
-
-def _notes(comparison: RunComparison, letters: Sequence[str]) -> Iterator[Text]:
-    """Yield how to read the figures, and the warnings of every run."""
-    yield Text(
-        "×1.2 [1.1 – 1.3]: the ratio and its 95 % interval (pt: difference in points). Coloured: equal runs would"
-        " differ this much in fewer than 1 of 20 cases; 1 of 20 rows is coloured by chance. Intervals do not cover"
-        " differences between runs at different times.",
-        style="dim",
+        for letter, name, summary in zip(letters, names, comparison.summaries, strict=True)
+    ]
+    how_to_read = (
+        "×1.2 [1.1 – 1.3]: the ratio and its 95 % interval (pt: difference in points). Bold: equal runs would differ"
+        " this much in fewer than 1 of 20 cases; 1 of 20 rows is bold by chance. Intervals do not cover differences"
+        f" between runs at different times. {comparison.pairing(letters)}"
     )
-    yield Text(comparison.pairing(letters), style="dim")
+    parts += ["", terminal_table(comparison_table(comparison, letters)), "", Text(how_to_read, style="dim")]
     for letter, summary in zip(letters, comparison.summaries, strict=True):
-        for warning in summary.warnings:
-            yield Text(f"! {letter}: {warning}", style=_CAUTION)
+        parts += [Text(f"! {letter}: {warning}", style=CAUTION) for warning in summary.warnings]
+    return Group(*parts)
 
 
-def _comparison_cells(row: Row) -> Iterator[Text]:
-    for place, cell in enumerate(row.cells):
-        yield Text(value_text(row, cell))
-        if place:
-            how = row.verdict(place)
-            yield Text(change_text(row, cell, "[{} – {}]"), style={None: "", True: _BETTER, False: _WORSE}[how])
+def comparison_table(comparison: RunComparison, names: Sequence[str]) -> Table:
+    """Return a row per measure and kind: its value in each run, and each run's change against the first."""
+    columns = ["measure", "kind", names[0]]
+    for name in names[1:]:
+        columns += [name, f"{name} against {names[0]}"]
+    places = range(1, len(names))
+    rows = comparison.rows
+    strong = [index for index, row in enumerate(rows) if any(row.verdict(place) is not None for place in places)]
+    return Table(
+        columns=tuple(columns),
+        rows=tuple((row.name, row.kind, *_cells(row)) for row in rows),
+        text_columns=frozenset(["kind"]),
+        strong_rows=frozenset(strong),
+    )
 
 
-def value_text(row: Row, cell: ComparedValue | None) -> str:
-    """Return the value of a run in words, marked where too few requests lie beyond it."""
-    if cell is None:
-        return UNKNOWN
+def verdicts(comparison: RunComparison, names: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each run but the first on figures that differ by more than chance."""
+    for place, name in enumerate(names[1:], 1):
+        changed = [
+            f"{_WORDS.get(row.name, row.name)} {_changed(row, place)}"
+            for row in comparison.rows
+            if row.kind == ALL and row.name in _VERDICT and row.verdict(place) is not None
+        ]
+        found = "; ".join(changed) or "no headline figure differs by more than chance"
+        yield f"{name} against {names[0]}: {found}."
+
+
+def _cells(row: Row) -> Iterator[str]:
     write = {MeasureUnit.SECONDS: duration, MeasureUnit.PER_S: number, MeasureUnit.SHARE: percent}[row.unit]
-    return f"{'' if cell.is_sufficient else UNSURE}{write(cell.value.value)}"
+    for place, cell in enumerate(row.cells):
+        mark = "" if cell is None or cell.is_sufficient else UNSURE
+        yield UNKNOWN if cell is None else f"{mark}{write(cell.value.value)}"
+        if place:
+            yield _changed(row, place)
 
 
-def change_text(row: Row, cell: ComparedValue | None, bounds: str) -> str:
-    """Return a change in words: a ratio, or a difference in points, with its interval in the form of `bounds`."""
+def _changed(row: Row, place: int) -> str:
+    """Return a run's change against the first: a ratio, or a difference in points, and "better" where it is certain."""
+    cell = row.cells[place]
     if cell is None or cell.change is None:
         return UNKNOWN
+    how = {None: "", True: ", better", False: ", worse"}[row.verdict(place)]
     if row.unit is MeasureUnit.SHARE:
         points = cell.change.scaled(100)
-        return f"{points.value:+.1f} {bounds.format(f'{points.low:+.1f}', f'{points.high:+.1f}')} pt"
-    change = cell.change
-    return f"×{number(change.value)} {bounds.format(number(change.low), number(change.high))}"
+        return f"{points.value:+.1f} [{points.low:+.1f} – {points.high:+.1f}] pt{how}"
+    return f"×{number(cell.change.value)} [{between(cell.change, number)}]{how}"

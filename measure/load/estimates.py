@@ -97,21 +97,6 @@ class MeasuredDistribution:
                 return percentile
         raise KeyError(p)
 
-    @property
-    def p50(self) -> float:
-        """The median."""
-        return self.at(0.5).value
-
-    @property
-    def p90(self) -> float:
-        """The 90th percentile."""
-        return self.at(0.9).value
-
-    @property
-    def p99(self) -> float:
-        """The 99th percentile."""
-        return self.at(0.99).value
-
 
 class Resampler:
     """Block bootstrap over requests, which are numbered in the order in which they were due.

@@ -1,16 +1,13 @@
-"""Progress of a load test: a bar and figures on a terminal, a line every few seconds elsewhere."""
+"""Progress of a load test: figures that stay on a terminal, a line every few seconds elsewhere."""
 
 import asyncio
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from common.clock import Clock, SystemClock
@@ -25,22 +22,6 @@ RECENT_S = 10.0
 """Figures cover answers that ended within this time."""
 _REFRESH_S = 0.5
 _LINE_S = 5.0
-_BAR_WIDTH = 40
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """An ended request, as far as figures need it; only complete ones have latencies."""
-
-    end_s: float
-    num_tokens: int
-    ttft_s: float | None
-    tpot_s: float | None
-
-    @classmethod
-    def of(cls, request: RequestRecord) -> "_Ended":
-        latencies = (request.ttft_s, request.tpot_s) if request.is_complete else (None, None)
-        return cls(request.end_s, request.num_output_tokens, *latencies)
 
 
 class LiveView:
@@ -58,7 +39,7 @@ class LiveView:
         self._started_s = 0.0
         self._num_ended = 0
         self._num_failed = 0
-        self._recent: deque[_Ended] = deque()
+        self._recent: deque[RequestRecord] = deque()
         self._num_recent_tokens = 0
         self._sample: PoolSample | None = None
 
@@ -78,9 +59,8 @@ class LiveView:
         """Count a request that has ended."""
         self._num_ended += 1
         self._num_failed += not request.is_complete
-        ended = _Ended.of(request)
-        self._recent.append(ended)
-        self._num_recent_tokens += ended.num_tokens
+        self._recent.append(request)
+        self._num_recent_tokens += request.num_output_tokens
 
     def sample(self, sample: PoolSample) -> None:
         """Keep the state of the pools."""
@@ -92,14 +72,13 @@ class LiveView:
             return
         elapsed_s = self._clock.monotonic() - self._started_s
         while self._recent and self._recent[0].end_s < elapsed_s - RECENT_S:
-            self._num_recent_tokens -= self._recent.popleft().num_tokens
+            self._num_recent_tokens -= self._recent.popleft().num_output_tokens
+        figures = (self._counts(elapsed_s), *self._latencies(), *self._pools())
+        text = f"{self._progress(self._spec, elapsed_s)}  {'; '.join(figures)}"
         if self._live is None:
-            figures = "; ".join((self._counts(elapsed_s), *self._latencies(), *self._pools()))
-            self._console.print(f"{elapsed_s:6.1f} s  {figures}", soft_wrap=True)
+            self._console.print(text, soft_wrap=True)
         else:
-            lines: list[RenderableType] = [self._bar(self._spec, elapsed_s), Text(self._counts(elapsed_s))]
-            lines += [Text(" · ".join(parts)) for parts in (self._latencies(), self._pools()) if parts]
-            self._live.update(Group(*lines), refresh=True)
+            self._live.update(Text(text), refresh=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -120,20 +99,11 @@ class LiveView:
         self._wait()
         self.show()
 
-    def _bar(self, spec: LoadSpec, elapsed_s: float) -> RenderableType:
+    def _progress(self, spec: LoadSpec, elapsed_s: float) -> str:
         duration_s, max_requests = spec.workload.duration_s, spec.workload.max_requests
-        shares = [elapsed_s / duration_s] if 0 < duration_s < math.inf else []
-        if max_requests is not None:
-            shares.append(self._num_ended / max_requests)
-        grid = Table.grid(padding=(0, 1))
-        clock = f"{elapsed_s:.0f} s" + (f" of {duration_s:.0f} s" if duration_s < math.inf else "")
-        is_over = bool(shares) and max(shares) >= 1
-        grid.add_row(
-            Text(spec.name, style="bold"),
-            ProgressBar(total=1.0, completed=min(1.0, max(shares, default=0.0)), width=_BAR_WIDTH),
-            Text(clock + (", waiting for the last answers" if is_over else "")),
-        )
-        return grid
+        of_duration = f" of {duration_s:.0f} s" if duration_s < math.inf else ""
+        is_over = elapsed_s >= duration_s or (max_requests is not None and self._num_ended >= max_requests)
+        return f"{elapsed_s:.0f} s{of_duration}" + (", waiting for the last answers" if is_over else "")
 
     def _counts(self, elapsed_s: float) -> str:
         within_s = max(1e-9, min(elapsed_s, RECENT_S))
@@ -144,7 +114,8 @@ class LiveView:
         )
 
     def _latencies(self) -> list[str]:
-        times = {"TTFT": [ended.ttft_s for ended in self._recent], "TPOT": [ended.tpot_s for ended in self._recent]}
+        complete = [request for request in self._recent if request.is_complete]
+        times = {"TTFT": [request.ttft_s for request in complete], "TPOT": [request.tpot_s for request in complete]}
         parts = []
         for name, values in times.items():
             if found := percentiles(values):

@@ -17,14 +17,12 @@ import uvloop
 
 from common.clock import SystemClock
 from common.process import die_with_parent
-from measure.load.alarm import Alarm, make_alarm
 from measure.load.player import Player, RequestTerms, Tools
 from measure.load.records import RequestRecord
-from measure.load.selfcheck import LoopMeter, PulseTaker
+from measure.load.selfcheck import SelfMeter
 from measure.load.targets.interface import Target, TargetSpec, make_target
 from measure.load.wire import (
     GeneratorOrder,
-    Message,
     Report,
     Unpacker,
     from_wire,
@@ -63,63 +61,10 @@ class ReportQueue:
         self.put(Report.RECORD, to_wire(request))
 
     def session_over(self, stream: int | None) -> None:
-        """Report the end of a session."""
+        """Report the end of a session; at once in a closed loop, where a successor is due."""
         self.put(Report.SESSION_OVER, stream)
-
-    def session_begun(self, stream: int) -> None:
-        """Report at once that a session of a closed loop has begun: it will need a successor."""
-        self.put(Report.SESSION_BEGUN, stream)
-        self.flush()
-
-    def place_returned(self, stream: int) -> None:
-        """Report that a place was given back for another process."""
-        self.put(Report.PLACE_RETURNED, stream)
-
-
-class Generator:
-    """Executes orders."""
-
-    def __init__(self, alarm: Alarm, outbox: ReportQueue, pulses: PulseTaker, tasks: asyncio.TaskGroup) -> None:
-        self._alarm = alarm
-        self._pulses = pulses
-        self._outbox = outbox
-        self._tasks = tasks
-        self._target: Target
-        self._player: Player
-
-    async def obey(self, order: Message) -> bool:
-        """Execute an order; return whether to go on."""
-        kind, values = GeneratorOrder(order[0]), order[1:]
-        match kind:
-            case GeneratorOrder.SETUP:
-                self._target = make_target(from_wire(TargetSpec, values[0]))
-                self._outbox.put(Report.READY, _run_before_others())
-                self._outbox.flush()
-            case GeneratorOrder.BEGIN:
-                self._pulses.take()  # getting ready does not count
-                self._player = self._make_player(from_wire(RequestTerms, values[0]))
-            case GeneratorOrder.PLAY:
-                self._player.play(from_wire(Session, values[0]))
-                await asyncio.sleep(0)  # writing a prompt takes time; due requests go first
-            case GeneratorOrder.PLAY_IN_PLACE:
-                self._player.play_in_place(from_wire(Session, values[1]), values[0])
-                await asyncio.sleep(0)
-            case GeneratorOrder.MOVE_PLACES:
-                self._player.move_places(values[0], values[1])
-            case GeneratorOrder.STOP:
-                self._player.stop()
-            case GeneratorOrder.FINISH:
-                return False
-        return True
-
-    async def aclose(self) -> None:
-        """Close the target's connections."""
-        await self._target.aclose()
-
-    def _make_player(self, terms: RequestTerms) -> Player:
-        writer = ContentWriter(seed=terms.seed, first_token=terms.first_token, num_tokens=terms.num_tokens)
-        tools = Tools(target=self._target, writer=writer, alarm=self._alarm, clock=SystemClock())
-        return Player(tools, terms, self._outbox, self._tasks)
+        if stream is not None:
+            self.flush()
 
 
 async def _serve(orders_fd: int, reports_fd: int) -> None:
@@ -127,21 +72,18 @@ async def _serve(orders_fd: int, reports_fd: int) -> None:
     orders = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), os.fdopen(orders_fd, "rb", 0))
     pipe, closing = await loop.connect_write_pipe(_Closing, os.fdopen(reports_fd, "wb", 0))
-    alarm, outbox = make_alarm(), ReportQueue(pipe)
-    meter = LoopMeter(alarm, SystemClock())
-    pulses = PulseTaker(meter)
+    outbox = ReportQueue(pipe)
+    meter = SelfMeter(SystemClock())
     async with asyncio.TaskGroup() as tasks:
-        watching = [tasks.create_task(meter.run()), tasks.create_task(_pulse(alarm, outbox, pulses))]
-        generator = Generator(alarm, outbox, pulses, tasks)
+        watching = [tasks.create_task(meter.run()), tasks.create_task(_pulse(outbox, meter))]
         gc.collect()
         gc.freeze()  # objects from the start live on; scanning them again would only delay the loop
-        await _obey_all(orders, generator)
+        target = await _execute(orders, outbox, meter, tasks)
         for task in watching:
             task.cancel()
     outbox.put(Report.BYE)
     outbox.flush()
-    await generator.aclose()
-    alarm.close()
+    await target.aclose()
     pipe.close()
     await closing.is_closed.wait()
 
@@ -157,21 +99,42 @@ class _Closing(asyncio.Protocol):
         self.is_closed.set()
 
 
-async def _obey_all(orders: asyncio.StreamReader, generator: Generator) -> None:
-    """Execute orders until FINISH. Raises EOFError when the parent is gone."""
+async def _execute(
+    orders: asyncio.StreamReader, outbox: ReportQueue, meter: SelfMeter, tasks: asyncio.TaskGroup
+) -> Target:
+    """Execute orders until FINISH; return the target. Raises EOFError when the parent is gone."""
     unpacker = Unpacker()
+    target: Target
+    player: Player
     while data := await orders.read(1 << 16):
-        for order in unpacker.feed(data):
-            if not await generator.obey(order):
-                return
+        for kind, *values in unpacker.feed(data):
+            match GeneratorOrder(kind):
+                case GeneratorOrder.SETUP:
+                    target = make_target(from_wire(TargetSpec, values[0]))
+                    outbox.put(Report.READY, _run_before_others())
+                    outbox.flush()
+                case GeneratorOrder.BEGIN:
+                    meter.take()  # getting ready does not count
+                    player = _make_player(target, from_wire(RequestTerms, values[0]), outbox, tasks)
+                case GeneratorOrder.PLAY:
+                    player.play(from_wire(Session, values[0]), values[1])
+                    await asyncio.sleep(0)  # writing a prompt takes time; due requests go first
+                case GeneratorOrder.STOP:
+                    player.stop()
+                case GeneratorOrder.FINISH:
+                    return target
     raise EOFError("cannot go on: the load test that started this process has ended")
 
 
-async def _pulse(alarm: Alarm, outbox: ReportQueue, taker: PulseTaker) -> None:
-    clock = SystemClock()
+def _make_player(target: Target, terms: RequestTerms, outbox: ReportQueue, tasks: asyncio.TaskGroup) -> Player:
+    writer = ContentWriter(seed=terms.seed, first_token=terms.first_token, num_tokens=terms.num_tokens)
+    return Player(Tools(target=target, writer=writer, clock=SystemClock()), terms, outbox, tasks)
+
+
+async def _pulse(outbox: ReportQueue, meter: SelfMeter) -> None:
     while True:
-        await alarm.until(clock.monotonic() + PULSE_S)
-        outbox.put(Report.PULSE, asdict(taker.take()))
+        await asyncio.sleep(PULSE_S)
+        outbox.put(Report.PULSE, asdict(meter.take()))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -10,17 +11,16 @@ import psutil
 from common.cgroups import usable_cores
 from common.clock import SystemClock
 from common.errors import KvrelayError
-from measure.load.crew import Crew
 from measure.load.dispatch import Dispatcher
+from measure.load.generators import Generators
 from measure.load.player import RequestTerms
 from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInfo
 from measure.load.selfcheck import Evidence, judge
-from measure.load.spec import LoadSpec, LoadTestFailed, Observer, Observers
+from measure.load.spec import LoadSpec, LoadTestFailed, Observer
 from measure.load.store import in_due_order
 from measure.load.targets.interface import USUAL_VOCAB, Feature, Target, TargetInfo, make_target
 from measure.workload.sessions import Content
 
-_NO_OBSERVER = Observers()
 _NO_TOKEN_IDS = (
     "the server returns no token ids: later turns continue other tokens than its answers, which no cache holds"
 )
@@ -30,18 +30,18 @@ _SPECIAL_TOKENS = 1000
 """Ids at either end of a large vocabulary that prompts avoid: many tokenizers have special tokens there."""
 
 
-async def run_load(spec: LoadSpec, observer: Observer = _NO_OBSERVER, *, stop: asyncio.Event | None = None) -> Run:
+async def run_load(spec: LoadSpec, *observers: Observer, stop: asyncio.Event | None = None) -> Run:
     """Send the workload and return the run.
 
     `stop` ends it early: nothing more is sent, running requests are cancelled on the server and recorded as CANCELLED,
-    and the run is returned. Cancelling the call does the same without returning; `observer` has the records. No process
+    and the run is returned. Cancelling the call does the same without returning; observers have the records. No process
     is left on any path. Raises KvrelayError when the target cannot be used, LoadTestFailed when a generator process
     dies.
     """
     target = make_target(spec.target)
     try:
         info = await target.describe()
-        return await _LoadRun(spec, observer, target, info).run(stop or asyncio.Event())
+        return await _LoadRun(spec, observers, target, info).run(stop or asyncio.Event())
     except ExceptionGroup as group:  # from the tasks of the run: an observer that fails, or a defect
         raise group.exceptions[0] from group
     finally:
@@ -51,9 +51,9 @@ async def run_load(spec: LoadSpec, observer: Observer = _NO_OBSERVER, *, stop: a
 class _LoadRun:
     """One run. `run` is called once."""
 
-    def __init__(self, spec: LoadSpec, observer: Observer, target: Target, info: TargetInfo) -> None:
+    def __init__(self, spec: LoadSpec, observers: Sequence[Observer], target: Target, info: TargetInfo) -> None:
         self._spec = spec
-        self._observer = observer
+        self._observers = observers
         self._target = target
         self._info = info
         self._clock = SystemClock()
@@ -62,36 +62,36 @@ class _LoadRun:
         self._requests: list[RequestRecord] = []
         self._samples: list[PoolSample] = []
         self._notes = list(info.notes)
-        if spec.slo is not None and info.takes_objectives and not spec.tells_objectives:
+        if spec.slo is not None and info.takes_objectives and not spec.states_objectives:
             self._notes.append("the server was not told the objectives: it served each request by its own")
         features = target.spec.features
         if spec.workload.content is Content.TOKENS and features is not None and Feature.TOKEN_IDS not in features:
             self._notes.append(_NO_TOKEN_IDS)
-        max_processes = spec.processes or spec.max_processes or usable_cores()
-        self._evidence = Evidence(max_processes=max_processes)
+        self._evidence = Evidence(max_processes=spec.processes or usable_cores())
 
     async def run(self, stop: asyncio.Event) -> Run:
         """Run the load test. Raises LoadTestFailed."""
         spec = self._spec
         async with asyncio.TaskGroup() as tasks:
-            crew = Crew(self._target.spec, Dispatcher(spec.workload), self._clock, self._evidence, tasks)
-            crew.on_record = self._note
+            generators = Generators(self._target.spec, Dispatcher(spec.workload), self._clock, self._evidence, tasks)
+            generators.on_record = self._note
             helpers: list[asyncio.Task[None]] = []
             try:
-                await crew.assemble(spec.processes or 1)
-                if not crew.failure:
+                await generators.start(spec.processes or 1)
+                if not generators.failure:
                     self._origin_s = self._clock.monotonic() + _LEAD_S
-                    helpers = [tasks.create_task(self._watch_pools()), tasks.create_task(_stop_on(stop, crew))]
-                    self._observer.started(spec, self._info)
-                    crew.begin(self._terms())
-                    await crew.work(until_s=spec.workload.duration_s + spec.drain_s)
+                    helpers = [tasks.create_task(self._watch_pools()), tasks.create_task(_stop_on(stop, generators))]
+                    for observer in self._observers:
+                        observer.started(spec, self._info)
+                    generators.begin(self._terms())
+                    await generators.work(until_s=spec.workload.duration_s + spec.drain_s)
             finally:
                 for helper in helpers:
                     helper.cancel()
-                await crew.dismiss()
+                await generators.end()
         run = self._result(was_stopped=stop.is_set())
-        if crew.failure:
-            raise LoadTestFailed(crew.failure, run)
+        if generators.failure:
+            raise LoadTestFailed(generators.failure, run)
         return run
 
     def _terms(self) -> RequestTerms:
@@ -101,9 +101,8 @@ class _LoadRun:
             content=spec.workload.content,
             seed=spec.workload.seed,
             origin_s=self._origin_s,
-            duration_s=spec.workload.duration_s,
             timeout_s=spec.timeout_s,
-            slo=spec.slo if spec.tells_objectives else None,
+            slo=spec.slo if spec.states_objectives else None,
             first_token=first_token,
             num_tokens=num_tokens,
         )
@@ -111,7 +110,8 @@ class _LoadRun:
     def _note(self, request: RequestRecord) -> None:
         numbered = replace(request, index=len(self._requests))
         self._requests.append(numbered)
-        self._observer.record(numbered)
+        for observer in self._observers:
+            observer.record(numbered)
 
     async def _watch_pools(self) -> None:
         """Sample the pools and the machine every `sample_period_s`."""
@@ -130,7 +130,8 @@ class _LoadRun:
         if sample is None:
             return False
         self._samples.append(sample)
-        self._observer.sample(sample)
+        for observer in self._observers:
+            observer.sample(sample)
         return True
 
     def _result(self, *, was_stopped: bool) -> Run:
@@ -150,7 +151,7 @@ class _LoadRun:
                 num_workers=info.num_workers,
                 generator=judge(requests, self._evidence),
                 labels=dict(spec.labels),
-                told_slo=spec.slo if spec.tells_objectives and info.takes_objectives else None,
+                told_slo=spec.slo if spec.states_objectives and info.takes_objectives else None,
                 notes=(*self._notes, *_remarks(requests, spec.drain_s, was_stopped=was_stopped)),
             ),
             requests=requests,
@@ -166,9 +167,9 @@ def token_range(vocab_size: int | None) -> tuple[int, int]:
     return margin, vocab_size - 2 * margin
 
 
-async def _stop_on(stop: asyncio.Event, crew: Crew) -> None:
+async def _stop_on(stop: asyncio.Event, generators: Generators) -> None:
     await stop.wait()
-    crew.stop()
+    generators.stop()
 
 
 def _remarks(requests: tuple[RequestRecord, ...], drain_s: float, *, was_stopped: bool) -> list[str]:

@@ -1,16 +1,17 @@
 """Self-measurement of generator processes, and whether the load generator itself distorted the figures of a run."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 import numpy as np
 
 from common.clock import Clock
-from measure.load.alarm import Alarm
 from measure.load.records import GeneratorReport, RequestRecord
+from measure.load.sending import until
 from measure.load.wire import Pulse
+from measure.pages.wording import duration
 
 BEAT_S = 0.02
 """Time between two measurements of delay."""
@@ -29,49 +30,37 @@ _WINDOW = 4
 """Pulses over which the CPU share of a process is averaged: two seconds."""
 
 
-@dataclass(slots=True)
-class LoopMeter:
-    """Measures the delay with which a process notices events, by waking at evenly spaced times.
+class SelfMeter:
+    """Measures the CPU time of this process and the delay with which it notices events, by waking every `BEAT_S`.
 
     Each wake-up missed during a stall counts with the time it would have waited, so that a stall weighs by its length.
     """
 
-    alarm: Alarm
-    clock: Clock
-    _lags_s: list[float] = field(default_factory=list)
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lags_s: list[float] = []
+        self._at_s = time.monotonic()
+        self._cpu_s = time.process_time()
+        self._first_sleep_s = _slept_s()
 
     async def run(self) -> None:
         """Measure until cancelled."""
-        due_s = self.clock.monotonic() + BEAT_S
+        due_s = self._clock.monotonic() + BEAT_S
         while True:
-            await self.alarm.until(due_s)
-            lag_s = self.clock.monotonic() - due_s
+            await until(due_s, self._clock)
+            lag_s = self._clock.monotonic() - due_s
             while lag_s >= 0:
                 self._lags_s.append(lag_s)
                 lag_s -= BEAT_S
                 due_s += BEAT_S
-
-    def take(self) -> list[float]:
-        """Return the delays since the last call."""
-        taken, self._lags_s = self._lags_s, []
-        return taken
-
-
-class PulseTaker:
-    """Makes the pulses of this process."""
-
-    def __init__(self, meter: LoopMeter) -> None:
-        self._meter = meter
-        self._at_s = time.monotonic()
-        self._cpu_s = time.process_time()
-        self._first_sleep_s = _slept_s()
 
     def take(self) -> Pulse:
         """Return the pulse for the time since the last call."""
         now_s, cpu_s = time.monotonic(), time.process_time()
         share = (cpu_s - self._cpu_s) / max(now_s - self._at_s, 1e-9)
         self._at_s, self._cpu_s = now_s, cpu_s
-        return Pulse(cpu_share=share, loop_lags_s=self._meter.take(), suspended_s=_slept_s() - self._first_sleep_s)
+        lags_s, self._lags_s = self._lags_s, []
+        return Pulse(cpu_share=share, loop_lags_s=lags_s, suspended_s=_slept_s() - self._first_sleep_s)
 
 
 def _slept_s() -> float:
@@ -114,40 +103,35 @@ def judge(requests: Sequence[RequestRecord], evidence: Evidence) -> GeneratorRep
     )
     ttfts_s = [request.ttft_s for request in requests if request.ttft_s is not None]
     limit_s = max(LATE_S, LATE_SHARE * median(ttfts_s)) if ttfts_s else LATE_S
-    return _with_warnings(
-        report, evidence, limit_s, max(loop_lags_s), max((p.suspended_s for p in pulses), default=0.0)
-    )
+    return replace(report, warnings=tuple(_warnings(report, evidence, limit_s, max(loop_lags_s))))
 
 
-def _with_warnings(
-    report: GeneratorReport, evidence: Evidence, limit_s: float, loop_lag_max_s: float, suspended_s: float
-) -> GeneratorReport:
-    warnings = []
+def _warnings(report: GeneratorReport, evidence: Evidence, limit_s: float, loop_lag_max_s: float) -> Iterator[str]:
     blame = _blame(report, evidence)
     if report.lag_p99_s > limit_s:
-        warnings.append(
-            f"{report.num_late} requests were sent more than {_ms(LATE_S)} late (p99 {_ms(report.lag_p99_s)}, "
-            f"at most {_ms(report.lag_max_s)}): the server saw another load than the workload's.{blame}"
+        yield (
+            f"{report.num_late} requests were sent more than {duration(LATE_S)} late (p99 {duration(report.lag_p99_s)},"
+            f" at most {duration(report.lag_max_s)}): the server saw another load than the workload's.{blame}"
         )
     elif report.lag_max_s > STALL_FACTOR * limit_s:
-        warnings.append(f"a request was sent {_ms(report.lag_max_s)} late: the generator stalled once.{blame}")
+        yield f"a request was sent {duration(report.lag_max_s)} late: the generator stalled once.{blame}"
     if report.loop_lag_p99_s > limit_s:
-        warnings.append(
-            f"the generator noticed answers up to {_ms(report.loop_lag_p99_s)} late (p99): "
+        yield (
+            f"the generator noticed answers up to {duration(report.loop_lag_p99_s)} late (p99): "
             f"TTFT and gaps between tokens are wrong by as much.{blame}"
         )
     elif loop_lag_max_s > STALL_FACTOR * limit_s:
-        warnings.append(f"the generator stalled for {_ms(loop_lag_max_s)}: latencies of that time are too long.{blame}")
+        yield f"the generator stalled for {duration(loop_lag_max_s)}: latencies of that time are too long.{blame}"
     if report.cpu_share > FULL_SHARE:
         advice = (
             f"all {evidence.max_processes} processes that it may use are busy; allow more, or use another machine"
             if report.num_processes >= evidence.max_processes
             else "it may use more processes but started them too late for this load; set their number"
         )
-        warnings.append(f"a generator process used {report.cpu_share:.0%} of a core: {advice}")
+        yield f"a generator process used {report.cpu_share:.0%} of a core: {advice}"
+    suspended_s = max((pulse.suspended_s for of_one in evidence.pulses.values() for pulse in of_one), default=0.0)
     if suspended_s > LATE_S:
-        warnings.append(f"the machine was suspended for {suspended_s:.1f} s during the run: its figures are invalid")
-    return replace(report, warnings=tuple(warnings))
+        yield f"the machine was suspended for {suspended_s:.1f} s during the run: its figures are invalid"
 
 
 def _blame(report: GeneratorReport, evidence: Evidence) -> str:
@@ -168,7 +152,3 @@ def _peak_share(pulses: Sequence[Pulse]) -> float:
     shares = np.array([pulse.cpu_share for pulse in pulses])
     width = min(_WINDOW, shares.size)
     return float(np.convolve(shares, np.full(width, 1 / width), "valid").max()) if width else 0.0
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -42,47 +42,33 @@ class SessionHistory:
         self._content = content
         self._writer = writer
         self._tokens: TokenArray = array("I")
-        self._texts: list[str] = []
         self._messages: list[ChatMessage] = []
         self._num_turns = 0
-        self._num_tokens = 0
-
-    @property
-    def num_tokens(self) -> int:
+        self.num_tokens = 0
         """Planned length of the last prompt; answers count with their real lengths."""
-        return self._num_tokens
 
     def ask(self, turn: Turn) -> str | Sequence[int] | Sequence[ChatMessage]:
         """Add the segments of a turn and return the prompt, which later calls do not change."""
         self._num_turns += 1
-        self._num_tokens += sum(segment.num_tokens for segment in turn.segments)
-        match self._content:
-            case Content.TOKENS:
-                self._tokens = self._tokens + self._writer.tokens(turn.segments)
-                return self._tokens
-            case Content.TEXT:
-                self._texts.append(self._writer.text(turn.segments))
-                return " ".join(self._texts)
-            case Content.CHAT:
-                self._messages.append(ChatMessage(role="user", content=self._writer.text(turn.segments)))
-                return tuple(self._messages)
+        self.num_tokens += sum(segment.num_tokens for segment in turn.segments)
+        if self._content is Content.TOKENS:
+            self._tokens = self._tokens + self._writer.tokens(turn.segments)
+            return self._tokens
+        self._messages.append(ChatMessage(role="user", content=self._writer.text(turn.segments)))
+        if self._content is Content.CHAT:
+            return tuple(self._messages)
+        return " ".join(message.content for message in self._messages)
 
     def hear(self, answer: TargetAnswer, num_tokens: int) -> None:
         """Add an answer of `num_tokens` tokens."""
-        self._num_tokens += num_tokens
-        match self._content:
-            case Content.TOKENS:
-                self._tokens = self._tokens + self._ids(answer, num_tokens)
-            case Content.TEXT:
-                self._texts.append(answer.text)
-            case Content.CHAT:
-                self._messages.append(ChatMessage(role="assistant", content=answer.text))
-
-    def _ids(self, answer: TargetAnswer, num_tokens: int) -> TokenArray:
-        if answer.token_ids is not None:
-            return array("I", answer.token_ids)
-        content = _FILLERS + self._session.index * _MAX_TURNS + self._num_turns
-        return self._writer.tokens((Segment(content=content, num_tokens=num_tokens),))
+        self.num_tokens += num_tokens
+        if self._content is not Content.TOKENS:
+            self._messages.append(ChatMessage(role="assistant", content=answer.text))
+        elif answer.token_ids is not None:
+            self._tokens = self._tokens + array("I", answer.token_ids)
+        else:
+            content = _FILLERS + self._session.index * _MAX_TURNS + self._num_turns
+            self._tokens = self._tokens + self._writer.tokens((Segment(content=content, num_tokens=num_tokens),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +79,6 @@ class PreparedRequest:
     turn: int
     asked: TargetRequest
     call: PreparedCall
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRequest:
-    """An ended request."""
-
-    record: RequestRecord
-    answer: TargetAnswer | None
-    """None unless it is complete."""
 
 
 class ChunkLog:
@@ -119,16 +96,19 @@ class ChunkLog:
         self.num_tokens.append(num_tokens)
 
 
-class Cancellation(Exception):
-    """The call was cancelled; carries the record so far."""
-
-    def __init__(self, record: RequestRecord) -> None:
-        super().__init__("cancelled")
-        self.record = record
+async def until(when_s: float, clock: Clock) -> None:
+    """Return at `when_s`, never before it; a loop's timers are late by up to a millisecond."""
+    while (wait_s := when_s - clock.monotonic()) > 0:  # noqa: ASYNC110 - no event signals the time
+        await asyncio.sleep(wait_s)
 
 
-async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s: float) -> EndedRequest:
-    """Send a request now and read its answer. Raises Cancellation when the calling task is cancelled."""
+async def send(
+    request: PreparedRequest, *, due_s: float, clock: Clock, origin_s: float
+) -> tuple[RequestRecord, TargetAnswer | None]:
+    """Send a request now and read its answer; return its record, and the answer if it is complete.
+
+    Cancelling the call cancels the request on the server; it returns the record all the same.
+    """
     log = ChunkLog(clock, origin_s)
     sent_s = clock.monotonic() - origin_s
     answer: TargetAnswer | None = None
@@ -138,14 +118,11 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
     except asyncio.CancelledError:
         outcome = Outcome.CANCELLED
     except KvrelayError as failure:
-        outcome, error = (
-            Outcome.of(failure, has_tokens=any(log.num_tokens)),
-            f"{type(failure).__name__}: {failure.message}",
-        )
+        outcome = Outcome.of(failure, has_tokens=any(log.num_tokens))
+        error = f"{type(failure).__name__}: {failure.message}"
     end_s = clock.monotonic() - origin_s
-    num_counted = answer.num_output_tokens if answer is not None else None
-    num_prompt_tokens = answer.num_prompt_tokens if answer is not None else None
-    num_tokens = settled(log.num_tokens, num_counted)
+    num_prompt_tokens = None if answer is None else answer.num_prompt_tokens
+    num_tokens = settled(log.num_tokens, None if answer is None else answer.num_output_tokens)
     record = RequestRecord(
         session=request.session.index,
         turn=request.turn,
@@ -159,11 +136,9 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
         error=error,
         num_prompt_tokens=request.asked.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens,
         num_wanted_tokens=request.asked.num_output_tokens,
-        server=answer.report if answer is not None else ServerReport(),
+        server=ServerReport() if answer is None else answer.report,
     )
-    if outcome is Outcome.CANCELLED:
-        raise Cancellation(record)
-    return EndedRequest(record=record, answer=answer)
+    return record, answer
 
 
 def settled(counts: list[int], num_counted: int | None) -> tuple[int, ...]:

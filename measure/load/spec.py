@@ -22,15 +22,13 @@ class LoadSpec:
     """Specification of the workload as JSON, kept with the results."""
     slo: Slo | None = None
     """Objectives of the run. None: those of the server."""
-    tells_objectives: bool = True
+    states_objectives: bool = True
     """Whether each request names them, to targets that take them."""
     timeout_s: float = 600.0
     drain_s: float = 120.0
     """Time after `workload.duration_s` at which running sessions are cancelled."""
     processes: int | None = None
-    """Generator processes; None: one, and more when all are busy."""
-    max_processes: int | None = None
-    """Most processes started automatically; None: one per core that this process may use."""
+    """Generator processes; None: one, and more when all are busy, up to one per core that this process may use."""
     sample_period_s: float = 0.5
     """Time between two samples of the pools."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -47,28 +45,6 @@ class Observer(Protocol):
 
     def sample(self, sample: PoolSample) -> None:
         """Take a sample of the pools."""
-
-
-class Observers:
-    """Forwards every call to each of several observers, in their order; to none of them by default."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
-        """Forward the start of the run."""
-        for observer in self._observers:
-            observer.started(spec, target)
-
-    def record(self, request: RequestRecord) -> None:
-        """Forward an ended request."""
-        for observer in self._observers:
-            observer.record(request)
-
-    def sample(self, sample: PoolSample) -> None:
-        """Forward a sample of the pools."""
-        for observer in self._observers:
-            observer.sample(sample)
 
 
 class LoadTestFailed(Exception):

@@ -88,16 +88,6 @@ class RunWriter:
         self.close()
 
 
-def write_run(run: Run, folder: Path) -> None:
-    """Write a finished run. Raises StoreError."""
-    with RunWriter(folder) as writer:
-        for request in run.requests:
-            writer.record(request)
-        for sample in run.samples:
-            writer.sample(sample)
-        writer.finish(run.info)
-
-
 def read_run(folder: Path) -> Run:
     """Read a finished run; requests in the order in which they were due. Raises StoreError."""
     if not (folder / RUN_FILE).exists() and (folder / REQUESTS_FILE).exists():

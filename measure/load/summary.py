@@ -165,7 +165,3 @@ class Summary:
     def distinct_kinds(self) -> tuple[KindSummary, ...]:
         """Kinds to show; with a single kind only "all", since both are the same."""
         return self.kinds if len(self.kinds) > 2 else self.kinds[:1]
-
-    def pool(self, role: str) -> WorkerSummary | None:
-        """Return a pool by its role; None when the target has no such pool or does not report it."""
-        return next((pool for pool in self.pools if pool.role == role), None)

@@ -1,15 +1,16 @@
-"""A summary as tables for a terminal."""
+"""A summary in figures and tables, which pages show and terminals print."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from common.slo import Slo
 from measure.load.estimates import PERCENTILES, Estimate, MeasuredDistribution, Percentile
-from measure.load.summary import KindSummary, Latencies, Summary, WorkerSummary
+from measure.load.summary import KindSummary, Summary, WorkerSummary
+from measure.pages.page import Card, Table, Tone, table_of
 from measure.pages.wording import count, duration, number, percent, scaled
 
 Writer = Callable[[float], str]
@@ -17,31 +18,192 @@ _T = TypeVar("_T")
 
 UNKNOWN = "–"
 UNSURE = "~"
-_GOOD, _BAD, _NEITHER = "bold green", "bold red", "bold yellow"
-_USERS = (("TTFT", "ttft"), ("ITL", "itl"), ("TPOT", "tpot"), ("E2E", "e2e"))
-_STAGES = (
-    ("queue", "queue"),
-    ("prefill", "prefill"),
-    ("transfer", "transfer"),
-    ("  exposed", "transfer_exposed"),
-)
+CAUTION = "bold yellow"
+_STYLES = {Tone.GOOD: "bold green", Tone.BAD: "bold red", Tone.PLAIN: "bold"}
+_LONG = 60
+"""Width of cells above which a column of a terminal breaks lines."""
+_USERS = {"TTFT": "ttft", "ITL": "itl", "TPOT": "tpot", "E2E": "e2e"}
+_STAGES = {"queue": "queue", "prefill": "prefill", "transfer": "transfer", "exposed": "transfer_exposed"}
 
 
 def summary_view(summary: Summary, *, required_share: float) -> RenderableType:
-    """Return the tables of a summary; the objectives are met when `required_share` of the requests are good."""
-    parts: list[RenderableType | None] = [
-        _title(summary),
-        _headline(summary, required_share),
-        _shares(summary),
-        _latency_table(summary),
-        _footnote(summary),
-        _work(summary),
-        _pool_table(summary.pools) if summary.pools else None,
-        _failure_table(summary) if summary.failures else None,
-        _generator(summary),
-        *(Text(f"! {warning}", style=_NEITHER) for warning in summary.warnings),
+    """Return a summary for a terminal; the objectives are met when `required_share` of the requests are good."""
+    tables = [share_table(summary), latency_table(summary), failure_table(summary)]
+    if summary.pools:
+        tables.insert(2, worker_table(summary.pools, ()))
+    parts: list[RenderableType] = [_title(summary), _verdict(summary, required_share)]
+    parts += [_card_grid([*served_cards(summary), *_work_cards(summary)]), ""]
+    for table in tables:
+        if table.rows:
+            parts += [terminal_table(table), ""]
+    if needed := _needed(summary):
+        parts.append(Text(f"{UNSURE} too few requests for this percentile ({needed} of a kind): a rough figure"))
+    parts += [Text(f"! {warning}", style=CAUTION) for warning in summary.warnings]
+    return Group(*parts)
+
+
+def all_cards(summary: Summary) -> Iterator[Card]:
+    """Yield the headline figures; those that the target does not report are left out."""
+    yield from served_cards(summary)
+    latencies, slo = summary.overall.latencies, summary.slo
+    for name, times, objective_s in (
+        ("TTFT", latencies.ttft, slo.ttft_s),
+        ("TPOT", latencies.tpot, slo.tpot_s),
+        ("ITL", latencies.itl, None),
+        ("E2E", latencies.e2e, None),
+    ):
+        if times is not None:
+            p99 = times.at(0.99)
+            objective = "" if objective_s is None else f"; objective {duration(objective_s)}"
+            tone = Tone.PLAIN if objective_s is None else Tone.GOOD if p99.value <= objective_s else Tone.BAD
+            note = f"p99, {between(p99.estimate)}{objective}"
+            yield Card(label=f"{name}: p50 / p99", value=_both(times), note=note, tone=tone)
+    yield from _work_cards(summary)
+
+
+def served_cards(summary: Summary) -> Iterator[Card]:
+    """Yield how many requests were served as promised."""
+    overall, throughput = summary.overall, summary.throughput
+    yield Card(
+        label="Goodput, requests",
+        value=f"{number(overall.goodput_per_s.value)}/s",
+        note=f"{between(overall.goodput_per_s, number)}; offered {number(throughput.offered_per_s)}/s",
+    )
+    yield Card(
+        label="Within both objectives",
+        value=percent(overall.good_share.value),
+        note=f"{between(overall.good_share, percent)}; of {count(overall.num_requests, 'request')}"
+        f"; {objectives(summary.slo)}",
+    )
+    parts = {
+        "refused": overall.num_refused,
+        "failed": overall.num_failed,
+        "timed out": overall.num_timed_out,
+        "cancelled": overall.num_cancelled,
+    }
+    yield Card(
+        label="Not complete",
+        value=count(overall.num_not_complete, "request"),
+        note=", ".join(f"{num} {word}" for word, num in parts.items() if num) or "every answer is complete",
+        tone=Tone.BAD if overall.num_not_complete else Tone.GOOD,
+    )
+
+
+def _work_cards(summary: Summary) -> Iterator[Card]:
+    """Yield what the server and the generator did for it."""
+    overall, throughput, generator = summary.overall, summary.throughput, summary.info.generator
+    num_workers = sum(summary.info.num_workers.values())
+    a_worker = f"; {scaled(throughput.output_tokens_per_s / num_workers)} per worker" if num_workers > 1 else ""
+    yield Card(
+        label="Throughput",
+        value=f"{scaled(throughput.output_tokens_per_s)} tokens/s",
+        note=f"{scaled(throughput.prompt_tokens_per_s)} prompt tokens/s; {number(throughput.completed_per_s)} answers/s"
+        + a_worker,
+    )
+    if (cache := overall.cache) is not None:
+        note = f"of prompt tokens; {percent(cache.pulled_share)} pulled from other workers"
+        yield Card(label="Cache hit", value=percent(cache.hit_share.value), note=note)
+    if overall.bytes_per_transfer is not None:
+        note = f"{count(overall.num_transfers, 'transfer')} of {scaled(overall.bytes_per_transfer, 'B')}"
+        exposed = _both(overall.latencies.transfer_exposed)
+        yield Card(label="Exposed transfer: p50 / p99", value=exposed, note=f"{note}; what prefill did not hide")
+    if overall.num_replans:
+        yield Card(label="Replans", value=f"{overall.num_replans:,}", note="attempts beyond each request's first")
+    if summary.peak_queued:
+        yield Card(label="Longest line", value=count(summary.peak_queued, "request"), note="in the router")
+    if (off := overall.prediction) is not None:
+        value = f"{duration(off.median_s)} / {duration(off.p90_abs_s)}"
+        yield Card(label="Forecasts of TTFT off by: median / p90", value=value, note="above 0: later than forecast")
+    yield Card(
+        label="Delay of the generator, p99",
+        value=duration(generator.lag_p99_s),
+        note=f"at most {duration(generator.lag_max_s)}; noticed answers {duration(generator.loop_lag_p99_s)} late;"
+        f" {count(generator.num_processes, 'process', 'processes')}, {percent(generator.cpu_share, 0)} of a core",
+        tone=Tone.BAD if generator.warnings else Tone.GOOD,
+    )
+
+
+def share_table(summary: Summary) -> Table:
+    """Return how the requests of each kind ended."""
+    columns: dict[str, Callable[[KindSummary], str]] = {
+        "kind": lambda kind: kind.kind,
+        "requests": lambda kind: f"{kind.num_requests:,}",
+        "good": lambda kind: f"{kind.num_good:,} ({percent(kind.good_share.value)})",
+        "late TTFT": lambda kind: _some(kind.num_ttft_misses),
+        "slow TPOT": lambda kind: _some(kind.num_tpot_misses),
+        "refused": lambda kind: _some(kind.num_refused),
+        "failed": lambda kind: _some(kind.num_failed),
+        "timed out": lambda kind: _some(kind.num_timed_out),
+        "cancelled": lambda kind: _some(kind.num_cancelled),
+        "cached": lambda kind: UNKNOWN if kind.cache is None else percent(kind.cache.hit_share.value),
+    }
+    return table_of(summary.distinct_kinds, columns, strong_rows=frozenset([0]))
+
+
+def latency_table(summary: Summary) -> Table:
+    """Return the latencies of each kind, and the server's own of all; without rows where no request is complete."""
+    columns = ("kind", "measure", *(f"p{100 * p:g}" for p in PERCENTILES), "p99 between", "mean", "max")
+    rows = [
+        (
+            kind,
+            name,
+            *(quoted(distribution.at(p)) for p in PERCENTILES),
+            between(distribution.at(0.99).estimate),
+            duration(distribution.mean.value),
+            duration(distribution.max),
+        )
+        for kind, name, distribution in _measured(summary)
     ]
-    return Group(*(part for part in parts if part is not None))
+    return Table(columns=columns, rows=tuple(rows), text_columns=frozenset(["measure"]))
+
+
+def worker_table(pools: Sequence[WorkerSummary], workers: Sequence[WorkerSummary]) -> Table:
+    """Return the work of pools, in bold, and of workers."""
+    columns: dict[str, Callable[[WorkerSummary], str]] = {
+        "pool": lambda pool: pool.name,
+        "role": lambda pool: pool.role,
+        "workers": lambda pool: str(pool.num_workers),
+        "busy": lambda pool: or_unknown(pool.busy, whole_percent),
+        "running": lambda pool: or_unknown(pool.mean_running, number),
+        "waiting": lambda pool: or_unknown(pool.mean_waiting, number),
+        "KV mean": lambda pool: or_unknown(pool.mean_kv, whole_percent),
+        "KV peak": lambda pool: or_unknown(pool.peak_kv, whole_percent),
+        "prompts for others": lambda pool: f"{pool.num_prefilled:,}",
+        "answers": lambda pool: f"{pool.num_decoded:,}",
+        "computed tok/s": lambda pool: or_unknown(pool.computed_tokens_per_s, scaled),
+        "output tok/s": lambda pool: scaled(pool.output_tokens_per_s),
+        "a worker": lambda pool: scaled(pool.output_tokens_per_worker_s),
+    }
+    bold = frozenset(range(len(pools)))
+    return table_of([*pools, *workers], columns, text_columns=frozenset(["role"]), strong_rows=bold)
+
+
+def failure_table(summary: Summary) -> Table:
+    """Return the incomplete requests by reason."""
+    rows = [(each.outcome.replace("_", " "), f"{each.num_requests:,}", each.error) for each in summary.failures]
+    return Table(columns=("outcome", "requests", "why"), rows=tuple(rows), text_columns=frozenset(["why"]))
+
+
+def terminal_table(table: Table) -> TerminalTable:
+    """Return a table without lines for a terminal."""
+    shown = TerminalTable(box=None, pad_edge=False, header_style="bold")
+    for place, column in enumerate(table.columns):
+        is_text = not place or column in table.text_columns
+        is_long = max((len(row[place]) for row in table.rows), default=0) > _LONG
+        shown.add_column(column, justify="left" if is_text else "right", no_wrap=not is_long)
+    for place, row in enumerate(table.rows):
+        shown.add_row(*map(Text, row), style="bold" if place in table.strong_rows else "")
+    return shown
+
+
+def plain_table(*columns: str, num_left: int = 1) -> TerminalTable:
+    """Return a table without lines or rows: the first columns are text, the others numbers."""
+    return terminal_table(Table(columns=columns, rows=(), text_columns=frozenset(columns[:num_left])))
+
+
+def filled_table(items: Iterable[_T], columns: Mapping[str, Callable[[_T], str]]) -> TerminalTable:
+    """Return a table with a row for each item, whose cells the columns write."""
+    return terminal_table(table_of(items, columns))
 
 
 def objectives(slo: Slo) -> str:
@@ -66,37 +228,16 @@ def or_unknown(value: float | None, write: Writer) -> str:
     return UNKNOWN if value is None else write(value)
 
 
-def plain_table(*columns: str, num_left: int = 1) -> Table:
-    """Return a table without lines: the first columns are text, the others numbers."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < num_left else "right", no_wrap=True)
-    return table
-
-
-def filled_table(items: Iterable[_T], columns: Mapping[str, Callable[[_T], str]]) -> Table:
-    """Return a table with a row for each item, whose cells the columns write."""
-    table = plain_table(*columns)
-    for item in items:
-        table.add_row(*(write(item) for write in columns.values()))
-    return table
-
-
-def verdict_style(estimate: Estimate, required: float) -> str:
-    """Return green for a share that reaches `required`, red for one that certainly does not, else yellow."""
-    if estimate.value >= required:
-        return _GOOD
-    return _BAD if estimate.high < required else _NEITHER
+def whole_percent(share: float) -> str:
+    """Return a share as percent without decimals."""
+    return percent(share, 0)
 
 
 def _title(summary: Summary) -> Text:
     info, window = summary.info, summary.window
     workers = " + ".join(f"{number_of} {role}" for role, number_of in info.num_workers.items() if number_of)
-    left_out = [
-        f"{number_of} {what}"
-        for number_of, what in ((window.num_before, "in the warm-up"), (window.num_after, "in the cool-down"))
-        if number_of
-    ]
+    parts = {"in the warm-up": window.num_before, "in the cool-down": window.num_after}
+    left_out = [f"{number_of} {what}" for what, number_of in parts.items() if number_of]
     told = "" if info.told_slo is None else f"told the server: {objectives(info.told_slo)}\n"
     return Text.assemble(
         (info.name, "bold"),
@@ -107,151 +248,49 @@ def _title(summary: Summary) -> Text:
     )
 
 
-def _headline(summary: Summary, required_share: float) -> Text:
-    overall = summary.overall
-    share, rate = overall.good_share, overall.goodput_per_s
+def _verdict(summary: Summary, required_share: float) -> Text:
+    share = summary.overall.good_share
     if share.value >= required_share:
-        verdict = "SLOs are met"
+        verdict, style = "SLOs are met", _STYLES[Tone.GOOD]
+    elif share.high < required_share:
+        verdict, style = "SLOs are not met", _STYLES[Tone.BAD]
     else:
-        verdict = (
-            "SLOs are not met" if share.high < required_share else "SLOs are not met, by less than the uncertainty"
-        )
-    return Text.assemble(
-        (f"{verdict}: ", verdict_style(share, required_share)),
-        (f"{percent(share.value)} good", "bold"),
-        f" [{between(share, percent)}], {percent(required_share, 0)} wanted\n",
-        ("goodput ", ""),
-        (f"{number(rate.value)} requests/s", "bold"),
-        f" [{between(rate, number)}] of {number(summary.throughput.offered_per_s)} offered"
-        f" · {objectives(summary.slo)}\n",
-    )
+        verdict, style = "SLOs are not met, by less than the uncertainty", CAUTION
+    facts = f"{percent(share.value)} good [{between(share, percent)}], {percent(required_share, 0)} wanted\n"
+    return Text.assemble((f"{verdict}: ", style), facts)
 
 
-def _shares(summary: Summary) -> RenderableType:
-    columns: dict[str, Callable[[KindSummary], str]] = {
-        "": lambda kind: kind.kind,
-        "requests": lambda kind: f"{kind.num_requests:,}",
-        "good": lambda kind: f"{kind.num_good:,} ({percent(kind.good_share.value)})",
-        "late TTFT": lambda kind: _some(kind.num_ttft_misses),
-        "slow TPOT": lambda kind: _some(kind.num_tpot_misses),
-        "refused": lambda kind: _some(kind.num_refused),
-        "failed": lambda kind: _some(kind.num_failed),
-        "timed out": lambda kind: _some(kind.num_timed_out),
-        "cancelled": lambda kind: _some(kind.num_cancelled),
-    }
-    return _spaced(filled_table(summary.distinct_kinds, columns))
+def _card_grid(cards: Iterable[Card]) -> TerminalTable:
+    grid = TerminalTable.grid(padding=(0, 2))
+    for card in cards:
+        grid.add_row(Text(card.label), Text(card.value, style=_STYLES[card.tone]), Text(card.note, style="dim"))
+    return grid
+
+
+def _measured(summary: Summary) -> Iterator[tuple[str, str, MeasuredDistribution]]:
+    """Yield the kind, the name and the distribution of each measure that has values."""
+    groups = [(kind.kind, kind.latencies, _USERS) for kind in summary.distinct_kinds]
+    for kind, latencies, names in (*groups, ("server", summary.overall.latencies, _STAGES)):
+        for name, attribute in names.items():
+            distribution: MeasuredDistribution | None = getattr(latencies, attribute)
+            if distribution is not None:
+                yield kind, name, distribution
+
+
+def _needed(summary: Summary) -> str:
+    """Return the requests that the marked percentiles take; empty when none is marked."""
+    needed: dict[str, int] = {}
+    for _, name, distribution in _measured(summary):
+        for percentile in distribution.percentiles:
+            if not percentile.is_sufficient:
+                what = f"p{100 * percentile.p:g}" + (" of ITL" if name == "ITL" else "")
+                needed[what] = max(needed.get(what, 0), percentile.num_needed)
+    return ", ".join(f"{what} takes {number_of:,}" for what, number_of in sorted(needed.items()))
+
+
+def _both(times: MeasuredDistribution | None) -> str:
+    return UNKNOWN if times is None else f"{quoted(times.at(0.5))} / {quoted(times.at(0.99))}"
 
 
 def _some(number_of: int) -> str:
     return f"{number_of:,}" if number_of else UNKNOWN
-
-
-def _latency_table(summary: Summary) -> RenderableType | None:
-    """Return the latencies; None where no request is complete."""
-    table = plain_table("", "", *(f"p{100 * p:g}" for p in PERCENTILES), "p99 between", "mean", "max", num_left=2)
-    kinds = summary.distinct_kinds
-    for kind in kinds:
-        for name, distribution in _measured(kind.latencies, _USERS):
-            table.add_row(kind.kind if name == "TTFT" else "", name, *_cells(distribution))
-        if len(kinds) > 1:
-            table.add_section()
-    for name, distribution in _measured(summary.overall.latencies, _STAGES):
-        table.add_row("server" if name == "queue" else "", name, *_cells(distribution), style="dim")
-    return _spaced(table) if table.row_count else None
-
-
-def _measured(latencies: Latencies, measures: Iterable[tuple[str, str]]) -> Iterator[tuple[str, MeasuredDistribution]]:
-    for name, attribute in measures:
-        distribution: MeasuredDistribution | None = getattr(latencies, attribute)
-        if distribution is not None:
-            yield name, distribution
-
-
-def _cells(distribution: MeasuredDistribution) -> Iterator[str]:
-    for p in PERCENTILES:
-        yield quoted(distribution.at(p))
-    yield between(distribution.at(0.99).estimate)
-    yield duration(distribution.mean.value)
-    yield duration(distribution.max)
-
-
-def _footnote(summary: Summary) -> Text | None:
-    """Return the meaning of the mark, and the requests that would avoid it; None when no percentile is marked."""
-    needed: dict[str, int] = {}
-    for kind in summary.distinct_kinds:
-        for name, distribution in _measured(kind.latencies, (*_USERS, *_STAGES)):
-            for percentile in distribution.percentiles:
-                if not percentile.is_sufficient:
-                    what = f"p{100 * percentile.p:g}" + (" of ITL" if name == "ITL" else "")
-                    needed[what] = max(needed.get(what, 0), percentile.num_needed)
-    if not needed:
-        return None
-    wanted = ", ".join(f"{what} takes {number_of:,}" for what, number_of in sorted(needed.items()))
-    return Text(f"{UNSURE} too few requests for this percentile ({wanted} of a kind): a rough figure\n", style="dim")
-
-
-def _work(summary: Summary) -> Text:
-    overall, throughput = summary.overall, summary.throughput
-    parts = [
-        f"{scaled(throughput.output_tokens_per_s)} output tokens/s",
-        f"{scaled(throughput.prompt_tokens_per_s)} prompt tokens/s",
-        f"{number(throughput.completed_per_s)} answers/s",
-    ]
-    if overall.cache is not None:
-        pulled = f" ({percent(overall.cache.pulled_share)} pulled)" if overall.cache.pulled_share else ""
-        parts.append(f"{percent(overall.cache.hit_share.value)} of prompt tokens cached{pulled}")
-    if overall.bytes_per_transfer is not None:
-        parts.append(f"{count(overall.num_transfers, 'transfer')} of {scaled(overall.bytes_per_transfer, 'B')}")
-    if overall.num_replans:
-        parts.append(count(overall.num_replans, "replan"))
-    if summary.peak_queued:
-        parts.append(f"at most {summary.peak_queued} in line")
-    if overall.prediction is not None:
-        off = overall.prediction
-        parts.append(f"TTFT forecasts off by {duration(off.median_s)} (median), {duration(off.p90_abs_s)} (p90)")
-    return Text("work  " + " · ".join(parts) + "\n")
-
-
-def _pool_table(pools: Iterable[WorkerSummary]) -> RenderableType:
-    columns: dict[str, Callable[[WorkerSummary], str]] = {
-        "pool": lambda pool: pool.name,
-        "workers": lambda pool: str(pool.num_workers),
-        "busy": lambda pool: or_unknown(pool.busy, whole_percent),
-        "running": lambda pool: or_unknown(pool.mean_running, number),
-        "waiting": lambda pool: or_unknown(pool.mean_waiting, number),
-        "KV mean": lambda pool: or_unknown(pool.mean_kv, whole_percent),
-        "KV peak": lambda pool: or_unknown(pool.peak_kv, whole_percent),
-        "computed tok/s": lambda pool: or_unknown(pool.computed_tokens_per_s, scaled),
-        "output tok/s": lambda pool: scaled(pool.output_tokens_per_s),
-        "a worker": lambda pool: scaled(pool.output_tokens_per_worker_s),
-    }
-    return _spaced(filled_table(pools, columns))
-
-
-def _failure_table(summary: Summary) -> RenderableType:
-    table = plain_table("outcome", "requests", "why", num_left=1)
-    table.columns[2].justify = "left"
-    table.columns[2].no_wrap = False
-    for failure in summary.failures:
-        table.add_row(failure.outcome.replace("_", " "), f"{failure.num_requests:,}", Text(failure.error or UNKNOWN))
-    return _spaced(table)
-
-
-def _generator(summary: Summary) -> Text:
-    generator = summary.info.generator
-    processes = count(generator.num_processes, "process", "processes")
-    facts = (
-        f"generator  {processes}, {percent(generator.cpu_share, 0)} of a core at most; sent late by"
-        f" {duration(generator.lag_p99_s)} (p99), {duration(generator.lag_max_s)} (max);"
-        f" noticed late by {duration(generator.loop_lag_p99_s)} (p99)"
-    )
-    return Text(facts + ("" if generator.warnings else ": it kept up"), style="dim")
-
-
-def whole_percent(share: float) -> str:
-    """Return a share as percent without decimals."""
-    return percent(share, 0)
-
-
-def _spaced(table: Table) -> RenderableType:
-    return Group(table, "")

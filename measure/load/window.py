@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from measure.load.estimates import Estimate, Floats, Resampler
+from measure.load.estimates import Estimate, Floats, Ints, Resampler
 from measure.load.records import Outcome, RequestRecord
 
 _WARM_UP_SHARE = 0.1
@@ -124,9 +124,11 @@ def steadiness(requests: Sequence[RequestRecord], *, start_s: float, end_s: floa
     """
     third_s = (end_s - start_s) / 3
     due = np.array([request.due_s for request in requests])
-    ends = np.sort([request.end_s for request in requests])
     early, late = (_third(requests, start, start + third_s) for start in (start_s, end_s - third_s))
-    backlogs = [_backlog(np.sort(due), ends, start, start + third_s) for start in (start_s, end_s - third_s)]
+    backlogs = [
+        float(num_open(requests, np.linspace(start, start + third_s, _NUM_MOMENTS)).mean())
+        for start in (start_s, end_s - third_s)
+    ]
     num_between = np.count_nonzero((due > start_s + third_s / 2) & (due <= end_s - third_s / 2))
     growth = _growth(early, late)
     grown = backlogs[1] > _MIN_BACKLOG_GROWTH * backlogs[0] and (
@@ -145,10 +147,11 @@ def _third(requests: Sequence[RequestRecord], start_s: float, end_s: float) -> l
     return [request for request in requests if start_s <= request.due_s <= end_s]
 
 
-def _backlog(due: Floats, ends: Floats, start_s: float, end_s: float) -> float:
-    """Return the mean number of open requests (due, not ended). Both arrays are sorted."""
-    moments = np.linspace(start_s, end_s, _NUM_MOMENTS)
-    return float(np.mean(np.searchsorted(due, moments, "right") - np.searchsorted(ends, moments, "right")))
+def num_open(requests: Sequence[RequestRecord], moments_s: Floats) -> Ints:
+    """Return the number of open requests (due, not ended) at each moment."""
+    due = np.sort([request.due_s for request in requests])
+    ends = np.sort([request.end_s for request in requests])
+    return np.searchsorted(due, moments_s, "right") - np.searchsorted(ends, moments_s, "right")
 
 
 def _growth(early: Sequence[RequestRecord], late: Sequence[RequestRecord]) -> Estimate | None:

@@ -22,11 +22,9 @@ class GeneratorOrder(enum.IntEnum):
 
     SETUP = 0  # [target spec]: make a target; the process answers READY.
     BEGIN = 1  # [terms]: the clock of the run is known.
-    PLAY = 2  # [session]
-    PLAY_IN_PLACE = 3  # [stream, session]
-    MOVE_PLACES = 4  # [stream, places]: negative ones are to be given back.
-    STOP = 5  # []: cancel everything.
-    FINISH = 6  # []: report the rest and exit.
+    PLAY = 2  # [session, closed loop or None]
+    STOP = 3  # []: cancel everything.
+    FINISH = 4  # []: report the rest and exit.
 
 
 class Report(enum.IntEnum):
@@ -34,11 +32,9 @@ class Report(enum.IntEnum):
 
     READY = 0  # [whether it has real-time scheduling]
     RECORD = 1  # [request]
-    SESSION_OVER = 2  # [stream or None]
-    SESSION_BEGUN = 3  # [stream]
-    PLACE_RETURNED = 4  # [stream]
-    PULSE = 5  # [pulse]
-    BYE = 6  # []: the last message.
+    SESSION_OVER = 2  # [closed loop or None]
+    PULSE = 3  # [pulse]
+    BYE = 4  # []: the last message.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

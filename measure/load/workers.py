@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from measure.load.estimates import Floats
 from measure.load.records import PoolSample, RequestRecord, WorkerSample
 from measure.load.summary import WorkerSummary
 from measure.load.window import Window
@@ -62,6 +63,14 @@ def tokens_between(request: RequestRecord, start_s: float, end_s: float) -> int:
     return sum(num_tokens for at_s, num_tokens in pieces if start_s <= at_s <= end_s)
 
 
+def increments(at_s: Sequence[float], counter: Sequence[float | None]) -> tuple[Floats, Floats]:
+    """Return (moments with a value, growth of a counter from each to the next). A restarted worker begins with 0."""
+    values = np.array(counter, dtype=np.float64)
+    is_known = ~np.isnan(values)
+    steps = np.diff(values[is_known])
+    return np.array(at_s)[is_known], np.where(steps >= 0, steps, values[is_known][1:])
+
+
 def _inside(samples: Sequence[PoolSample], window: Window) -> list[PoolSample]:
     return [sample for sample in samples if window.start_s <= sample.at_s <= window.rates_end_s]
 
@@ -106,14 +115,9 @@ def _summary(name: str, workers: Sequence[_Seen], window: Window) -> WorkerSumma
 def _rate(
     samples: Sequence[tuple[float, WorkerSample]], counter: Callable[[WorkerSample], float | None]
 ) -> float | None:
-    """Return the growth of a counter per second; None without two samples. A restarted worker counts from 0 again."""
-    values = [(at_s, value) for at_s, sample in samples if (value := counter(sample)) is not None]
-    if len(values) < 2 or values[-1][0] <= values[0][0]:
-        return None
-    counts = np.array([value for _, value in values], dtype=np.float64)
-    steps = np.diff(counts)
-    grown = np.where(steps >= 0, steps, counts[1:]).sum()
-    return float(grown / (values[-1][0] - values[0][0]))
+    """Return the growth of a counter per second; None without two samples."""
+    at_s, steps = increments([at_s for at_s, _ in samples], [counter(sample) for _, sample in samples])
+    return float(steps.sum() / (at_s[-1] - at_s[0])) if at_s.size > 1 and at_s[-1] > at_s[0] else None
 
 
 def _mean_sum(workers: Sequence[_Seen], count: Callable[[WorkerSample], int]) -> float | None:

@@ -1,28 +1,11 @@
 """Axes: quantity, unit, and the format of numbers at ticks and on hover."""
 
 import enum
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from measure.pages.wording import duration, number, scaled
-
-_MIN_TICKS, _MAX_TICKS = 3, 7
-_STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
-"""Multiples of powers of ten for ticks, finest first; the first that gives few enough ticks is used."""
-
-
-def even_places(low: float, high: float) -> list[float]:
-    """Return about five evenly spaced round numbers that cover an interval; only `low` where it is empty."""
-    if not high > low:
-        return [low]
-    rough = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(multiple * power for multiple in (1, 2, 5, 10) if multiple * power >= rough * (1 - 1e-9))
-    return [place * step for place in range(math.floor(low / step), math.ceil(high / step) + 1)]
+_LOG_TICKS = 3
+"""Rough number of ticks of a logarithmic axis: with more, plotly writes every digit between two powers of ten."""
 
 
 class Unit(enum.Enum):
@@ -54,18 +37,6 @@ class Unit(enum.Enum):
         """Return plotly's template for a variable: `shows("x")` is "%{x:.3s}s" for seconds."""
         return f"%{{{variable}:{self.hover}}}{self.suffix}"
 
-    def text(self, value: float) -> str:
-        """Return the text of a tick at a value."""
-        match self:
-            case Unit.SECONDS:
-                return duration(value)
-            case Unit.TOKENS | Unit.BYTES:
-                return scaled(value, self.suffix)
-            case Unit.SHARE:
-                return f"{number(100 * value)}%"
-            case _:
-                return number(value) + self.suffix
-
 
 class Scale(enum.StrEnum):
     """Scale of an axis."""
@@ -92,29 +63,11 @@ class Axis:
             "tickformat": tick_format,
             "ticksuffix": suffix,
         }
-        if self.starts_at_zero and self.scale is Scale.LINEAR:
+        if self.scale is Scale.LOG:
+            layout["nticks"] = _LOG_TICKS
+        elif self.starts_at_zero:
             layout["rangemode"] = "tozero"
         return layout
-
-    def ticks(self, values: npt.NDArray[np.float64]) -> dict[str, Any]:
-        """Return the ticks of a logarithmic axis over these values; nothing for a linear one.
-
-        Ticks are at powers of ten, with more multiples of them the closer the values are; evenly spaced where the
-        values are closer still.
-        """
-        positive = values[values > 0]
-        if self.scale is Scale.LINEAR or not positive.size:
-            return {}
-        low, high = float(positive.min()), float(positive.max())
-        powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-        for steps in _STEPS:
-            places = [step * power for power in powers for step in steps]
-            num_ticks = sum(low <= place <= high for place in places)
-            if num_ticks <= _MAX_TICKS:
-                break
-        if num_ticks < _MIN_TICKS:
-            places = even_places(low, high)
-        return {"tickvals": places, "ticktext": [self.unit.text(place) for place in places], "ticksuffix": ""}
 
 
 RUN_TIME = Axis(title="time since the run began", unit=Unit.CLOCK)

@@ -1,6 +1,5 @@
-"""Distributions as curves, on an even scale and on one of the tail, from data thinned without visible change."""
+"""Distributions as curves, from data thinned without visible change."""
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,13 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Floats, Frame, Numbers, compact, new_figure, plain, ticks_of
+from measure.pages.figures import Floats, Frame, Numbers, compact, new_figure, plain
 from measure.pages.theme import PALETTE
 
 MAX_CURVE_POINTS = 900
 EXACT_TAIL_POINTS = 300
 MAX_SCATTER_POINTS = 3000
-_MAX_NINES = 5
 
 
 def ecdf(values: Floats) -> tuple[Floats, Floats]:
@@ -69,14 +67,6 @@ def rolling(at_s: Floats, values: Floats, *, percentiles: tuple[float, ...], num
     )
 
 
-class ShareScale(enum.StrEnum):
-    """Scale of shares."""
-
-    EVEN = "even"
-    TAIL = "tail"
-    """By nines: 90 %, 99 % and 99.9 % are equally spaced."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSample:
     """Values of one distribution."""
@@ -87,70 +77,29 @@ class ValueSample:
     dash: str = "solid"
 
 
-def ecdf_figure(samples: Sequence[ValueSample], frame: Frame, scale: ShareScale = ShareScale.EVEN) -> Any:
+def ecdf_figure(samples: Sequence[ValueSample], frame: Frame) -> Any:
     """Return empirical distribution functions as curves. `frame.y` is replaced.
 
-    Buttons change the scale. Hovering shows the percentile. Empty samples are left out.
+    Buttons show all of it, or the slowest tenth. Hovering shows the percentile. Empty samples are left out.
     """
     figure = new_figure(replace(frame, y=Axis(title="share of values up to x", unit=Unit.SHARE)))
-    figure.update_xaxes(ticks_of(frame.x, [sample.values for sample in samples], frame.x_limits))
-    heights: dict[ShareScale, list[Floats]] = {each: [] for each in ShareScale}
-    most = 1
     for sample in samples:
         values = np.asarray(sample.values, dtype=np.float64)
         if not values.size:
             continue
         x, shares = ecdf(values)
-        most = max(most, values.size)
-        heights[ShareScale.EVEN].append(shares)
-        heights[ShareScale.TAIL].append(-np.log10(np.maximum(1 - shares, 0.5 / values.size)))
         name = plain(sample.name)
         figure.add_scatter(
             x=compact(np.maximum(x, 1e-6) if frame.x.scale is Scale.LOG else x),
-            y=compact(heights[scale][-1]),
-            customdata=compact(shares),
+            y=compact(shares),
             name=name,
             legendgroup=name,
             mode="lines",
             line={"color": sample.color, "dash": sample.dash, "width": 2, "shape": "hv"},
-            hovertemplate=f"<b>{name}</b><br>%{{customdata:.4~p}} at most {frame.x.unit.shows('x')}<extra></extra>",
+            hovertemplate=f"<b>{name}</b><br>%{{y:.4~p}} at most {frame.x.unit.shows('x')}<extra></extra>",
         )
-    axes = {ShareScale.EVEN: _even_axis(), ShareScale.TAIL: _tail_axis(most)}
-    figure.update_yaxes(axes[scale])
-    if any(heights.values()):
-        figure.update_layout(updatemenus=[_buttons(heights, axes, scale)])
+    views = {"all": [0, 1.005], "tail": [0.9, 1.0005]}
+    buttons = [{"label": label, "method": "relayout", "args": [{"yaxis.range": view}]} for label, view in views.items()]
+    figure.update_yaxes(range=views["all"], tickformat="~p")
+    figure.update_layout(updatemenus=[{"buttons": buttons, "active": 0}])
     return figure
-
-
-def _even_axis() -> dict[str, Any]:
-    places = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    return {"tickvals": places, "ticktext": [f"{place:.0%}" for place in places], "range": [0, 1.005]}
-
-
-def _tail_axis(num_values: int) -> dict[str, Any]:
-    """Return an axis of nines, up to the last one that this many values resolve."""
-    num_nines = min(_MAX_NINES, max(1, int(np.log10(num_values))))
-    shares = [0.0, 0.5, *(1 - 10.0**-nines for nines in range(1, num_nines + 1))]
-    return {
-        "tickvals": [float(-np.log10(1 - share)) for share in shares],
-        "ticktext": [f"{100 * share:.{max(0, place - 3)}f}%" for place, share in enumerate(shares)],
-        "range": [0, min(_MAX_NINES, float(np.log10(2 * num_values))) * 1.02],
-    }
-
-
-def _buttons(
-    heights: dict[ShareScale, list[Floats]], axes: dict[ShareScale, dict[str, Any]], scale: ShareScale
-) -> dict[str, Any]:
-    labels = {ShareScale.EVEN: "all", ShareScale.TAIL: "tail"}
-    buttons = [
-        {
-            "label": labels[each],
-            "method": "update",
-            "args": [
-                {"y": [np.round(height, 5).tolist() for height in heights[each]]},
-                {f"yaxis.{key}": value for key, value in axes[each].items()},
-            ],
-        }
-        for each in ShareScale
-    ]
-    return {"buttons": buttons, "active": list(ShareScale).index(scale)}

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from measure.pages.axes import Axis, Scale
 from measure.pages.theme import GREY, LIMIT, PALETTE, translucent
@@ -117,11 +116,9 @@ def _limit_text(limit: LimitLine) -> dict[str, Any]:
 def line_figure(curves: Sequence[Curve], frame: Frame) -> Any:
     """Return curves over a common axis. Empty curves are left out."""
     figure = new_figure(frame)
-    drawn = [curve for curve in curves if len(curve.x)]
-    for curve in drawn:
-        add_curve(figure, curve, frame)
-    figure.update_xaxes(ticks_of(frame.x, [curve.x for curve in drawn], frame.x_limits))
-    figure.update_yaxes(ticks_of(frame.y, [curve.y for curve in drawn], frame.y_limits))
+    for curve in curves:
+        if len(curve.x):
+            add_curve(figure, curve, frame)
     return figure
 
 
@@ -171,36 +168,6 @@ def bar_figure(categories: Sequence[str], series: Sequence[Bars], frame: Frame, 
     figure.update_layout(barmode=mode)
     figure.update_xaxes(type="category", tickformat="", ticksuffix="")
     return figure
-
-
-def small_plots(titles: Sequence[str], *, num_columns: int, row_height: int) -> Any:
-    """Return a figure of small plots with common axes; `row_column` has the place of each."""
-    columns = min(num_columns, len(titles))
-    rows = -(-len(titles) // columns)
-    figure = make_subplots(
-        rows=rows,
-        cols=columns,
-        shared_xaxes=True,
-        shared_yaxes=True,
-        subplot_titles=[plain(title) for title in titles],
-        horizontal_spacing=0.04,
-        vertical_spacing=min(0.12, 0.35 / rows),
-    )
-    figure.update_layout(template=None, height=130 + row_height * rows)
-    figure.update_annotations(font_size=12)
-    return figure
-
-
-def row_column(index: int, num_titles: int, *, num_columns: int) -> dict[str, int]:
-    """Return the place of the `index`-th of `small_plots`."""
-    row, column = divmod(index, min(num_columns, num_titles))
-    return {"row": row + 1, "col": column + 1}
-
-
-def ticks_of(axis: Axis, parts: Sequence[Numbers], limits: Sequence[LimitLine]) -> dict[str, Any]:
-    """Return the ticks of an axis over these values and limits; see `Axis.ticks`."""
-    values = [np.asarray(part, dtype=np.float64) for part in parts]
-    return axis.ticks(np.concatenate([*values, [limit.value for limit in limits]]))
 
 
 def whiskers(values: Numbers, low: Numbers, high: Numbers) -> dict[str, Any]:

@@ -79,13 +79,6 @@ def table_of(items: Iterable[_T], columns: Mapping[str, Callable[[_T], str]], **
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prose:
-    """Paragraphs."""
-
-    paragraphs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """Preformatted text: a command, a table of a terminal."""
 
@@ -99,7 +92,7 @@ class Absent:
     why: str
 
 
-Content = go.Figure | Table | Prose | Listing | Absent
+Content = go.Figure | Table | Listing | Absent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

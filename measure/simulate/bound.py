@@ -47,7 +47,6 @@ from cluster.planner.plan import PoolSizes
 from common.slo import Slo
 from measure.simulate.bound_program import most_good
 from measure.simulate.bound_work import Charge, WorkerLimits, demands
-from measure.simulate.comparison import ReplaySettings, replayed_trace
 from measure.simulate.timing import StepTimes
 from measure.workload.traces import Trace
 
@@ -105,16 +104,3 @@ def goodput_bound(trace: Trace, fleet: BoundFleet, slo: Slo) -> Bound:
         wanted = demands(trace, slo, limits, charge=charge, floor=floor, floors=floors)
         most = min(most, most_good(wanted, sizes, bin_s=slo.ttft_s / _BINS_PER_TTFT))
     return Bound(num_requests=len(trace.requests), num_good=math.floor(most + _ROUNDING))
-
-
-def replay_bound(settings: ReplaySettings, speed: float) -> Bound:
-    """Return the bound for the cells of a comparison at one speed. Raises as `replayed_trace` and `Hardware.pace`."""
-    workers, _link, _kv_bytes_per_token = settings.hardware.pace(settings.max_step_tokens)
-    fleet = BoundFleet(
-        num_prefill=settings.num_prefill,
-        num_decode=settings.num_decode,
-        block_size=settings.block_size,
-        max_step_tokens=settings.max_step_tokens,
-        times=workers.times,
-    )
-    return goodput_bound(replayed_trace(settings, speed), fleet, settings.slo)

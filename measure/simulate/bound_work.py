@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from common.slo import Slo
 from common.timing import StepModel
-from engine.backlog import num_pairs
+from engine.steps.backlog import num_pairs
 from measure.workload.traces import Trace, TraceRequest
 
 Floats = npt.NDArray[np.float64]

@@ -54,23 +54,20 @@ class SimClient:
         """Send one request and return its record when it has ended."""
         router, settings = self._router, self._settings
         life = LifeCycle(mint_request_id(), router.clock)
+        life.end_within(settings.timeout_s)
         request_id = life.request_id
         self._answers[request_id] = KnownAnswer(arrival.num_output_tokens, arrival.answer)
-        deadline_s = self._loop.time() + settings.timeout_s
         reply = _Reply()
         failure: KvrelayError | None = None
         try:
-            with (
-                router.orchestrator.calls.account(life, time_left_s=lambda: deadline_s - self._loop.time()),
-                self._admit(arrival) as ticket,
-            ):
+            with router.orchestrator.calls.account(life), self._admit(arrival) as ticket:
                 job = self._job(arrival, request_id)
                 router.orchestrator.take_tokens(ticket, job)
-                async with router.orchestrator.running(job, ticket, life, timeout_s=settings.timeout_s) as outbox:
-                    while (message := await outbox.get()) is not None:
+                async with router.orchestrator.running(job, ticket, life) as served:
+                    while (message := await served.outbox.get()) is not None:
                         reply.take(message, self._now_s())
-                if outbox.error is not None:
-                    raise outbox.error
+                if served.outbox.error is not None:
+                    raise served.outbox.error
         except KvrelayError as error:
             failure = error
         del self._answers[request_id]
@@ -96,9 +93,7 @@ class SimClient:
         return self._loop.time() - self.begin_s
 
     def _admit(self, arrival: Arrival) -> Ticket:
-        settings = self._settings
-        ttft_slo_s = settings.ttft_slo_s if arrival.ttft_slo_s is None else arrival.ttft_slo_s
-        terms = Terms(ttft_slo_s=ttft_slo_s, tpot_slo_s=settings.tpot_slo_s)
+        terms = Terms(ttft_slo_s=arrival.ttft_slo_s, tpot_slo_s=self._settings.tpot_slo_s)
         return admit(self._router, arrival.tenant, terms)
 
     def _job(self, arrival: Arrival, request_id: RequestId) -> Job:
@@ -158,7 +153,7 @@ class _Reply:
         if not self._plans:
             return ServerReport()
         first, last = record(PlanChosen, self._plans[0]), self._plans[-1]
-        told = ServerReport(
+        report = ServerReport(
             prefill_worker=last.prefill_worker_id or None,
             decode_worker=last.decode_worker_id or None,
             predicted_ttft_s=first.predicted_ttft_s or None,
@@ -168,10 +163,10 @@ class _Reply:
             tpot_forecast=first.tpot_forecast,
         )
         if self._completed is None:
-            return told
+            return report
         usage, timings, transfer = self._completed.usage, self._completed.timings, self._completed.transfer
         return replace(
-            told,
+            report,
             queue_s=timings.queue_s,
             prefill_s=timings.prefill_s,
             transfer_s=timings.transfer_s,

@@ -24,11 +24,11 @@ from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, 
 from measure.simulate.network import SimNetwork
 from measure.simulate.planning import PlanningLoop
 from measure.simulate.pools import SimPools
-from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, SimulatedPlan, WorkerResult
+from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, WorkerResult
 from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import POOLS, SharedWorld, SimWorker, simulated_reach
 from router.choosing.chooser import Search
-from router.fleet.decisions import Booking
+from router.fleet.booking import Booking
 from router.fleet.facts import WorkerEndpoint
 from router.parts import RouterParts, build_router
 
@@ -90,7 +90,6 @@ class SimCluster:
         self.pools = SimPools(loop, self._worker, self.routers)
         self.clients = [SimClient(router, loop, settings, self._answers, self.log) for router in self.routers]
         self.samples: tuple[PoolSample, ...] = ()
-        self.plans: Sequence[SimulatedPlan] = ()
         self._begin_s = 0.0
 
     async def start(self) -> None:
@@ -121,7 +120,6 @@ class SimCluster:
             planning.start()
             requests = await crowd.serve(arrivals)
             await planning.stop()
-            self.plans = planning.notes
             return requests
         sampler = LoadSampler(self._loop, self.pools.workers, self.routers, self.settings.sample_interval_s)
         sampler.start()
@@ -136,7 +134,6 @@ class SimCluster:
             workers=[_worker_result(worker) for worker in self.pools.workers],
             samples=self.samples,
             stays=self.pools.stays,
-            plans=self.plans,
             num_moves=sum(router.orchestrator.calls.totals.num_moves for router in self.routers),
             end_s=self._loop.time() - self._begin_s,
             wall_s=0.0,

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from common.block_hash import BlockHashes
 from common.timing import StepShape
 from engine.core import EngineCore
 from engine.events import EngineLoad, StepReport, Tokens
-from engine.group import Emitted
-from engine.plan import StepPlan
+from engine.steps.group import Emitted
+from engine.steps.landing import Pinned
+from engine.steps.plan import StepPlan
 from engine.thread import EngineDriver, RunningStep
 from measure.simulate.executor import SimExecutor
 from measure.simulate.leap import DecodeLeap
@@ -57,6 +59,8 @@ class SimEngine(EngineDriver):
         self._is_running = False
         self._num_steps = 0
         self._busy_s = 0.0
+        """Time of all steps that have begun."""
+        self._step_ends_s = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -65,8 +69,10 @@ class SimEngine(EngineDriver):
 
     @property
     def busy_s(self) -> float:
-        """Time spent in steps until now; a step with prompts counts in full as soon as it begins."""
-        return self._busy_s + (self._leap.busy_until(self._loop.time()) if self._leap is not None else 0.0)
+        """Time spent in steps until now."""
+        now_s = self._loop.time()
+        left_s = 0.0 if self.running_step is None else self._step_ends_s - now_s
+        return self._busy_s - left_s + (self._leap.busy_until(now_s) if self._leap is not None else 0.0)
 
     def load(self) -> EngineLoad:
         """Return the load at this moment."""
@@ -114,6 +120,11 @@ class SimEngine(EngineDriver):
         self._commands.append((command, done))
         self._wake()
         return await done
+
+    async def pin(self, hashes: BlockHashes) -> Pinned:
+        """Hold the pages of the longest cached prefix for a puller."""
+        landings = self.core.landings
+        return await self.acquire(lambda _core: landings.pin(hashes), lambda _core, pinned: landings.unpin(pinned))
 
     # ── between steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,6 +184,7 @@ class SimEngine(EngineDriver):
             seconds = self._seconds(shape)
             self._num_steps += 1
             self._busy_s += seconds
+            self._step_ends_s = self._loop.time() + seconds
             if leap is not None:
                 leap.step(seconds)
             self._timer = self._loop.call_later(seconds, self._end, leap, plan)

@@ -49,19 +49,18 @@ Answers = Mapping[RequestId, KnownAnswer]
 
 
 def sim_shape(*, block_size: int, block_bytes: int) -> KvShape:
-    """Return the shape of a simulated block. Raises ValueError unless a token has an even number of bytes."""
-    if block_bytes <= 0 or block_bytes % (2 * block_size):
-        raise ValueError(
-            f"a block of {block_size} tokens has {block_bytes} bytes; must be a multiple of {2 * block_size}"
-        )
+    """Return the shape of a simulated block. Raises ValueError unless every token has the same number of bytes."""
+    if block_bytes <= 0 or block_bytes % block_size:
+        raise ValueError(f"a block of {block_size} tokens has {block_bytes} bytes; must be a multiple of {block_size}")
     return KvShape(
         num_layers=1,
         num_kv_heads=1,
-        head_dim=block_bytes // (2 * block_size),
+        head_dim=block_bytes // block_size,
         block_size=block_size,
         dtype="uint8",
-        row_bytes=block_bytes // (2 * block_size),
+        row_bytes=block_bytes // block_size,
         fingerprint=f"simulated-{block_size}-{block_bytes}",
+        parts_per_layer=1,
     )
 
 

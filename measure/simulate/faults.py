@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvrelay.v1 import kv_transfer_pb2
 from measure.simulate.loop import VirtualLoop
@@ -27,27 +27,6 @@ class Transmission(enum.Enum):
     """The message vanishes. The connection breaks when the keepalive notices: TCP loses nothing and goes on."""
     DUPLICATED = "duplicated"
     """The message arrives twice."""
-
-
-class FaultInjector(Protocol):
-    """Decides how every message arrives, in the order of sending."""
-
-    def transmission(self, source: str, target: str) -> tuple[Transmission, float]:
-        """Return how often a message between two hosts arrives, and its delay in seconds."""
-        ...
-
-    def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
-        """Return a message with a piece of KV as it arrives."""
-        ...
-
-    @property
-    def hear_apart(self) -> bool:
-        """Whether the calls of a connection that is lost hear of it one by one."""
-        ...
-
-    def notice_s(self) -> float:
-        """Return the time after which one end of such a call does."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +50,7 @@ class FaultRates:
 
 
 class SeededFaults:
-    """Faults drawn from a seed."""
+    """Decides how every message arrives, in the order of sending; drawn from a seed."""
 
     def __init__(self, rates: FaultRates, *, seed: int, now_s: Callable[[], float]) -> None:
         self._rates = rates
@@ -91,7 +70,7 @@ class SeededFaults:
         self.num_torn = 0
 
     def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
-        """See `FaultInjector`."""
+        """Return a message with a piece of KV as it arrives."""
         rates, draw = self._rates, self._damage
         if self.is_quiet or not (rates.corrupt or rates.tear):
             return message
@@ -111,15 +90,15 @@ class SeededFaults:
 
     @property
     def hear_apart(self) -> bool:
-        """See `FaultInjector`."""
+        """Whether the calls of a connection that is lost hear of it one by one."""
         return self._rates.max_notice_s > 0.0
 
     def notice_s(self) -> float:
-        """See `FaultInjector`."""
+        """Return the time after which one end of such a call does."""
         return self._notice.uniform(0.0, self._rates.max_notice_s)
 
     def transmission(self, source: str, target: str) -> tuple[Transmission, float]:
-        """See `FaultInjector`."""
+        """Return how often a message between two hosts arrives, and its delay in seconds."""
         rates, draw, now_s = self._rates, self._random.random, self._now_s()
         if self.is_quiet:
             return Transmission.ONCE, 0.0

@@ -3,7 +3,7 @@
 The tokens of a simulated sequence are known beforehand, so its decoding is, too: every step computes one token and
 samples the next one, until the sequence ends, has filled a block, or needs a new page. Sequences that decode are left
 alone until the first of these events, and then only the sequences with an event are brought up to date. The scheduler
-plans all other work, prompts above all, beside them (`engine.step_planner`).
+plans all other work, prompts above all, beside them (`UnplannedDecodes`).
 
     boundary     0 ──── 1 ──── 2 ──── 3 ──── 4 ──── …      numbered by completed steps
     sequence A   joined ──────────────────▶ ends           due at 4
@@ -17,16 +17,68 @@ State, events and times are the same as with steps planned one by one (tests/mea
 
 import heapq
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from common.tokens import TokenArray
 from common.wire_names import FinishReason
 from engine.core import EngineCore
 from engine.events import StepSample
-from engine.group import Emitted, Group
 from engine.sequence import Sequence, SequenceState
+from engine.steps.group import Emitted, Group
+from engine.steps.plan import StepPlan
+from engine.steps.planner import StepPlanner
+from engine.steps.scheduler import Scheduler
 from measure.simulate.executor import EOS_TOKEN_ID, KnownAnswer, SimExecutor
 from measure.simulate.timing import StepSegment, StepTimes
 from measure.simulate.tokens import KeptTokens, TokenLog
+
+
+class UnplannedDecodes(StepPlanner):
+    """Plans steps that count some decoding sequences and hold none of them. Between two steps.
+
+    These sequences are brought up to date here after steps in which they needed nothing from the host, to the same
+    tokens, pages and cached blocks as after planning each step. When pages run out, all are brought up to date and the
+    set is emptied before the next plan: nothing is preempted while it is not empty.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.sequences: Collection[Sequence] = ()
+        self.num_context_tokens = 0
+        """Tokens that the sequences read in the next step, together."""
+
+    def take_page(self, sequence: Sequence) -> bool:
+        """Take the page for the next token of a sequence whose pages are full. False when none is free."""
+        if self._pool.num_free == 0:
+            return False
+        copy = self._pages.make_writable(sequence, 1)
+        assert copy is None, f"page {copy} is shared; only full pages may be left behind"
+        return True
+
+    def advance(self, sequence: Sequence, token_ids: TokenArray) -> None:
+        """Apply steps that each computed one token and sampled the next of `token_ids`.
+
+        `take_page` was called before each step that needed a page.
+        """
+        sequence.num_computed += len(token_ids)
+        sequence.num_ready += len(token_ids)
+        sequence.append_tokens(token_ids)
+        self._pages.publish(sequence)
+
+    def _empty_plan(self) -> StepPlan:
+        return StepPlan(
+            max_tokens=self._scheduler.limits.max_step_tokens,
+            num_tokens=len(self.sequences),
+            num_decodes=len(self.sequences),
+            num_context_tokens=self.num_context_tokens,
+        )
+
+    def _to_plan(self) -> Collection[Sequence]:
+        running = self._scheduler.running
+        if len(running) == len(self.sequences):
+            return ()
+        return [sequence for sequence in running if sequence not in self.sequences]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +101,7 @@ class DecodeLeap:
     def __init__(self, core: EngineCore, times: StepTimes, log: TokenLog, kept: KeptTokens) -> None:
         assert isinstance(core.executor, SimExecutor), "tokens must be known before their steps are computed"
         self._core = core
-        self._unplanned = core.unplanned
+        self._unplanned = core.planner = UnplannedDecodes(core.scheduler)
         self._executor = core.executor
         self._times = times
         self._log = log

@@ -70,6 +70,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     `run_until_complete` when no callback is ready and no timer is set.
     """
 
+    is_virtual = True
+    """See `common.clock.turn_time_s`."""
+
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0

@@ -10,7 +10,7 @@ from cluster.planner.plan import Observation, ObservedWorker, Planner, Pool
 from common.demand import Demand, merge_demands
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.pools import PoolSlot, SimPools
-from measure.simulate.records import Elasticity, SimulatedPlan
+from measure.simulate.records import Elasticity
 from router.parts import RouterParts
 
 _GUESSED_DRAIN_S = 5.0
@@ -27,7 +27,6 @@ class PlanningLoop:
         routers: Sequence[RouterParts],
         elasticity: Elasticity,
     ) -> None:
-        self.notes: list[SimulatedPlan] = []
         self._loop = loop
         self._pools = pools
         self._routers = routers
@@ -52,11 +51,8 @@ class PlanningLoop:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._elasticity.interval_s)
-            before = self._pools.sizes
             plan = self._planner.plan(self.observe())
-            at_s = self._loop.time() - self._pools.begin_s
-            self.notes.append(SimulatedPlan(at_s=at_s, before=before, plan=plan))
-            if plan.sizes != before:
+            if plan.sizes != self._pools.sizes:
                 self._pools.carry_out(plan, self._elasticity)
 
     def observe(self) -> Observation:

@@ -81,7 +81,7 @@ class SimPools:
             for _ in range(size):
                 place = self._add(pool, self._new_endpoint(pool))
                 self._serve(place, self._made(place.endpoint))
-        self._tell()
+        self._notify_routers()
 
     def carry_out(self, plan: ScalingPlan, elasticity: Elasticity) -> None:
         """Begin the changes to a plan's sizes: flips first, then starts and departures."""
@@ -99,7 +99,7 @@ class SimPools:
             for _ in range(wanted[pool] - len(staying)):
                 place = self._add(pool, self._new_endpoint(pool))
                 self._run(place, self._start(place, elasticity.startup_s))
-        self._tell()
+        self._notify_routers()
 
     async def aclose(self) -> None:
         """Cancel all changes and close all workers."""
@@ -116,7 +116,7 @@ class SimPools:
     async def _start(self, place: PoolSlot, startup_s: float) -> None:
         await asyncio.sleep(startup_s)
         self._serve(place, self._made(place.endpoint))
-        self._tell()
+        self._notify_routers()
 
     async def _leave(self, place: PoolSlot, worker: SimWorker, elasticity: Elasticity) -> None:
         ends_s = self._loop.time() + elasticity.grace_s
@@ -147,7 +147,7 @@ class SimPools:
             await self._kill(worker)
         else:
             self._serve(new, worker)
-            self._tell()
+            self._notify_routers()
 
     def _flip(self, pool: Pool, elasticity: Elasticity) -> None:
         """Move one serving worker of a pool to the other pool, if there is one."""
@@ -208,10 +208,10 @@ class SimPools:
 
     def _remove(self, place: PoolSlot) -> None:
         del self._places[place]
-        self._tell()
+        self._notify_routers()
 
-    def _tell(self) -> None:
-        """Tell the routers the membership and its draining workers."""
+    def _notify_routers(self) -> None:
+        """Send the routers the membership and its draining workers."""
         present = [place for place in self._places if place.worker is not None]
         draining = {place.endpoint.worker_id for place in present if place.phase is WorkerPhase.DRAINING}
         for router in self._routers:

@@ -5,7 +5,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.planner.plan import Planner, Pool, PoolSizes, ScalingPlan
+import numpy as np
+
+from cluster.planner.plan import Planner, Pool
 from common.config import RouterConfig
 from common.slo import Slo
 from measure.load.records import PoolSample, RequestRecord
@@ -53,21 +55,6 @@ class Stay:
         """Return the paid time up to `until_s`: starting, serving and draining."""
         end_s = until_s if self.gone_s is None else min(self.gone_s, until_s)
         return max(0.0, end_s - self.asked_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedPlan:
-    """A plan of the planner."""
-
-    at_s: float
-    before: PoolSizes
-    """Sizes before the plan, with starting workers, without draining ones."""
-    plan: ScalingPlan
-
-    @property
-    def is_change(self) -> bool:
-        """Whether the plan asks for other sizes."""
-        return self.plan.sizes != self.before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +120,6 @@ class SimSettings:
     """Minimum time between two reports of a worker's load and KV events."""
     event_lag_s: float = 0.0
     """Extra latency of reports over other messages."""
-    ttft_slo_s: float = float("inf")
     tpot_slo_s: float = float("inf")
     timeout_s: float = 3600.0
     """Deadline of each request."""
@@ -162,8 +148,8 @@ class Arrival:
     """Number of its session; None: a session of its own."""
     turn: int = 0
     """Position in its session."""
-    ttft_slo_s: float | None = None
-    """Objective that the client states; None: the run's."""
+    ttft_slo_s: float = float("inf")
+    """Objective that the client states."""
     kind: str = ""
     """Kind by which figures are grouped."""
     tenant: Tenant = ANYBODY
@@ -196,6 +182,16 @@ class WorkerResult:
         return self.worker_id.startswith("prefill")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WallClock:
+    """Real time of a run, which differs each time."""
+
+    wall_s: float
+    num_choices: int
+    choice_p50_us: float
+    choice_p99_us: float
+
+
 @dataclass(slots=True, kw_only=True)
 class SimRun:
     """A finished run. All fields but `wall_s` and `choice_s` are functions of its input."""
@@ -206,8 +202,6 @@ class SimRun:
     samples: tuple[PoolSample, ...] = ()
     stays: Sequence[Stay] = ()
     """Every worker's time in a pool, in the order in which workers were asked for."""
-    plans: Sequence[SimulatedPlan] = ()
-    """Plans of the planner, if there was one."""
     num_moves: int = 0
     """Answers that moved to another worker because theirs was leaving."""
     end_s: float
@@ -216,3 +210,14 @@ class SimRun:
     """Real time of the run."""
     choice_s: Sequence[float]
     """Real time of each choice of a plan."""
+
+    @property
+    def clock(self) -> WallClock:
+        """Real times of the run."""
+        p50, p99 = np.percentile(self.choice_s, [50, 99]) if len(self.choice_s) else (0.0, 0.0)
+        return WallClock(
+            wall_s=self.wall_s,
+            num_choices=len(self.choice_s),
+            choice_p50_us=float(p50) * 1e6,
+            choice_p99_us=float(p99) * 1e6,
+        )

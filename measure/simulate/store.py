@@ -1,9 +1,8 @@
-"""Results on disk that a command continues after a stop, and the processes that make them."""
+"""Files of results, and the processes that make them."""
 
 import json
 import multiprocessing
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -15,37 +14,6 @@ from measure.load.records import RequestRecord
 
 _R = TypeVar("_R")
 _RECORD = TypeAdapter(RequestRecord)
-
-
-class OtherSettings(Exception):
-    """A folder holds results of other settings; the message names them and what to do."""
-
-
-class ResultFolder:
-    """A folder of results: settings.json, and a folder for each part."""
-
-    def __init__(self, out: Path, *parts: str) -> None:
-        self.out = out
-        self._parts = parts
-
-    def claim(self, ours: Mapping[str, Any]) -> None:
-        """Keep settings; new keys are added to those of earlier results. Raises OtherSettings where values differ."""
-        path = self.out / "settings.json"
-        ours = json.loads(json.dumps(ours))
-        theirs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        changed = sorted(key for key in ours if key in theirs and ours[key] != theirs[key])
-        if changed:
-            raise OtherSettings(
-                f"{self.out} holds results of other settings ({', '.join(changed)} differ);"
-                " name another folder with --out, or replace them with --again"
-            )
-        write_json(path, {**theirs, **ours})
-
-    def forget(self) -> None:
-        """Remove earlier results from the folder, and nothing else."""
-        for part in self._parts:
-            shutil.rmtree(self.out / part, ignore_errors=True)
-        (self.out / "settings.json").unlink(missing_ok=True)
 
 
 def write_requests(path: Path, requests: Iterable[RequestRecord]) -> None:

@@ -11,7 +11,7 @@ from common.ids import RequestId
 from common.tokens import TokenArray
 from common.wire_names import FinishReason
 from engine.events import EngineEvent, Failed, GeneratedRun, Tokens
-from engine.group import Group
+from engine.steps.group import Group
 
 _NUM_SWEPT = 256
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvrelay.v1 import kv_transfer_pb2
-from measure.simulate.faults import Direction, FaultInjector, NetworkCuts, Transmission
+from measure.simulate.faults import Direction, NetworkCuts, SeededFaults, Transmission
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import NetworkShape
 
@@ -136,7 +136,7 @@ class Wire:
         *,
         block_bytes: int,
         extra_latency_s: Mapping[str, float] | None = None,
-        faults: FaultInjector | None = None,
+        faults: SeededFaults | None = None,
     ) -> None:
         """`extra_latency_s`: by full method name, for the messages that the server sends."""
         self.loop = loop

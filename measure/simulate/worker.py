@@ -17,9 +17,9 @@ from common.rpc import Connect
 from common.timing import TimingModel
 from common.trust.channels import Reach
 from engine.core import EngineCore
-from engine.events import StepReport, StepSample
+from engine.events import StepSample
 from engine.executor import Executor
-from engine.thread import EngineDriver
+from engine.thread import EngineDriver, EngineSetup
 from kvrelay.v1 import kv_transfer_pb2, worker_pb2
 from measure.simulate.engine import SimEngine
 from measure.simulate.loop import VirtualClock, VirtualLoop
@@ -144,11 +144,10 @@ class SimWorker:
             check_pull=allow_any,
         )
 
-    def _drive(
-        self, core: EngineCore, on_report: Callable[[StepReport], None], _on_fault: Callable[[Exception], None]
-    ) -> EngineDriver:
+    def _drive(self, executor: Executor, setup: EngineSetup) -> EngineDriver:
         around = self._surroundings
-        return self._make_engine(core, on_report, loop=around.loop, times=self._times, log=around.log)
+        core = EngineCore(executor, setup.limits, setup.clock)
+        return self._make_engine(core, setup.on_report, loop=around.loop, times=self._times, log=around.log)
 
 
 def allow_any(_source: WorkerId, _opened: kv_transfer_pb2.OpenFetch) -> None:

@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 
@@ -25,81 +25,68 @@ class Process(enum.StrEnum):
     CONSTANT = "constant"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RatePiece:
-    """A linear rate from `begin_s` to the next piece."""
-
-    begin_s: float
-    rate: float
-    slope: float = 0.0
-    """Change of the rate per second."""
+Point = tuple[float, float]
+"""(second, arrivals per second)"""
 
 
 @dataclass(frozen=True, slots=True)
 class RateProfile:
-    """Arrivals per second as a function of time from 0 on: piecewise linear, the last piece constant."""
+    """Arrivals per second as a function of time from 0 on."""
 
-    pieces: tuple[RatePiece, ...]
+    points: tuple[Point, ...]
+    """Points in order, the first at 0: linear in between, a jump between two at one second; the last rate stays."""
     _expected: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    """Expected arrivals before each piece."""
+    """Expected arrivals before each point."""
 
     def __post_init__(self) -> None:
-        areas = (_area(piece, after.begin_s - piece.begin_s) for piece, after in itertools.pairwise(self.pieces))
+        areas = (self._area(place, after_s) for place, (after_s, _) in enumerate(self.points[1:]))
         object.__setattr__(self, "_expected", tuple(itertools.accumulate(areas, initial=0.0)))
 
     @classmethod
-    def constant(cls, rate: float) -> "RateProfile":
-        """Return a constant rate."""
-        return cls((RatePiece(begin_s=0.0, rate=rate),))
-
-    @classmethod
-    def steps(cls, points: Sequence[tuple[float, float]]) -> "RateProfile":
-        """Return a rate that jumps: (second, rate from then on), in order, the first at 0."""
-        return cls(tuple(RatePiece(begin_s=second, rate=rate) for second, rate in points))
-
-    @classmethod
-    def ramp(cls, points: Sequence[tuple[float, float]]) -> "RateProfile":
-        """Return a rate that is linear between points (second, rate), in order, the first at 0; the last rate stays."""
-        pieces = [
-            RatePiece(begin_s=begin_s, rate=rate, slope=(next_rate - rate) / (end_s - begin_s))
-            for (begin_s, rate), (end_s, next_rate) in itertools.pairwise(points)
-        ]
-        return cls((*pieces, RatePiece(begin_s=points[-1][0], rate=points[-1][1])))
+    def steps(cls, points: Sequence[Point]) -> "RateProfile":
+        """Return a rate that jumps to that of each point."""
+        held = [(second, rate) for (_, rate), (second, _) in itertools.pairwise(points)]
+        return cls((points[0], *(point for pair in zip(held, points[1:], strict=True) for point in pair)))
 
     @property
     def changes_until_s(self) -> float:
         """Time from which the rate is constant."""
-        return self.pieces[-1].begin_s
+        return self.points[-1][0]
 
     @property
     def last_rate(self) -> float:
         """The rate from `changes_until_s` on."""
-        return self.pieces[-1].rate
+        return self.points[-1][1]
 
     def expected(self, until_s: float) -> float:
         """Return Λ, the expected number of arrivals from 0 to `until_s`."""
-        position = bisect.bisect_right(self.pieces, until_s, key=lambda piece: piece.begin_s) - 1
-        piece = self.pieces[position]
-        return self._expected[position] + _area(piece, until_s - piece.begin_s)
+        place = bisect.bisect_right(self.points, until_s, key=lambda point: point[0]) - 1
+        return self._expected[place] + self._area(place, until_s)
 
     def when(self, expected: float) -> float:
         """Return Λ⁻¹, the time until which `expected` arrivals are expected; infinite when there is none."""
-        position = bisect.bisect_right(self._expected, expected) - 1
-        piece, rest = self.pieces[position], expected - self._expected[position]
+        place = bisect.bisect_right(self._expected, expected) - 1
+        (begin_s, rate), slope, rest = self.points[place], self._slope(place), expected - self._expected[place]
         # rest = rate·t + slope·t²/2, solved in the form without cancellation
-        root = math.sqrt(max(0.0, piece.rate**2 + 2 * piece.slope * rest))
-        denominator = piece.rate + root
+        denominator = rate + math.sqrt(max(0.0, rate**2 + 2 * slope * rest))
         if not denominator:
-            return piece.begin_s if piece.slope > 0 else math.inf
-        when_s = piece.begin_s + 2 * rest / denominator
-        is_last = position == len(self.pieces) - 1
-        return when_s if is_last else min(when_s, self.pieces[position + 1].begin_s)
+            return begin_s if slope > 0 else math.inf
+        when_s = begin_s + 2 * rest / denominator
+        return when_s if place == len(self.points) - 1 else min(when_s, self.points[place + 1][0])
 
     def scaled(self, factor: float) -> "RateProfile":
         """Return the profile with all rates multiplied by `factor`."""
-        return RateProfile(
-            tuple(replace(piece, rate=piece.rate * factor, slope=piece.slope * factor) for piece in self.pieces)
-        )
+        return RateProfile(tuple((second, rate * factor) for second, rate in self.points))
+
+    def _slope(self, place: int) -> float:
+        """Return the change of the rate per second after a point; 0 at a jump and after the last one."""
+        (begin_s, rate), (end_s, next_rate) = (*self.points, self.points[-1])[place : place + 2]
+        return (next_rate - rate) / (end_s - begin_s) if end_s > begin_s else 0.0
+
+    def _area(self, place: int, until_s: float) -> float:
+        begin_s, rate = self.points[place]
+        length_s = until_s - begin_s
+        return rate * length_s + self._slope(place) * length_s**2 / 2
 
 
 def arrival_times(profile: RateProfile, shape: float, random: Random) -> Iterator[float]:
@@ -114,7 +101,3 @@ def arrival_times(profile: RateProfile, shape: float, random: Random) -> Iterato
     while (when_s := profile.when(unit_s)) != math.inf:
         yield when_s
         unit_s += 1.0 if is_even else random.gammavariate(shape, 1.0 / shape)
-
-
-def _area(piece: RatePiece, length_s: float) -> float:
-    return piece.rate * length_s + piece.slope * length_s**2 / 2

@@ -28,6 +28,7 @@ from measure.workload.spec import (
     WorkloadSpec,
 )
 from measure.workload.traces import read_trace
+from measure.workload.waves import Day, in_stages, over_a_day, repeated
 
 _MAX_TURNS = 1 << 20
 
@@ -157,10 +158,12 @@ class Replay:
     def __init__(self, spec: TraceStreamSpec) -> None:
         """Raises TraceError, OSError."""
         asked = spec.trace
-        trace = read_trace(asked.path, block_size=asked.block_size)
+        trace = read_trace(asked.path, block_size=asked.block_size).without_first(asked.skip)
         trace = trace if asked.limit is None else trace.first(asked.limit)
+        trace = repeated(trace.shrunk(asked.shrink), asked.plays)
+        trace = trace if asked.day_s is None else over_a_day(trace, Day(length_s=asked.day_s))
         self.name = spec.name
-        self._trace = trace.shrunk(asked.shrink).faster(asked.speed)
+        self._trace = (in_stages(trace, asked.stages) if asked.stages else trace).faster(asked.speed)
 
     def request_rate(self, duration_s: float | None) -> float:
         """Return the mean rate over the whole trace."""

@@ -12,6 +12,7 @@ distribution, and a run with longer prompts has otherwise the same requests.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -20,11 +21,20 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
-_NUM_PARAMETERS = {"constant": 1, "uniform": 2, "normal": 2, "lognormal": 2, "exponential": 1}
 _GRAMMAR = "a number, or one of " + ", ".join(
     ("uniform:LOW,HIGH", "normal:MEAN,SD", "lognormal:MEDIAN,SIGMA", "exponential:MEAN")
 )
 _STANDARD_NORMAL = NormalDist()
+_QUANTILES: dict[str, tuple[int, Callable[[float, float, float], float]]] = {
+    "constant": (1, lambda value, _, _share: value),
+    "uniform": (2, lambda low, high, share: low + share * (high - low)),
+    "normal": (2, lambda mean, deviation, share: mean + deviation * _STANDARD_NORMAL.inv_cdf(share)),
+    "lognormal": (2, lambda median, sigma, share: median * math.exp(sigma * _STANDARD_NORMAL.inv_cdf(share))),
+    "exponential": (1, lambda mean, _, share: -mean * math.log1p(-share)),
+}
+"""Number of parameters, and the value that a share of all does not exceed, given the first and the last of them."""
+_EPSILON = 0.5**53
+"""Distance of the outermost quantiles from 0 and 1."""
 _MEAN_POINTS = 20_000
 """Quantiles over which a mean is taken."""
 
@@ -47,19 +57,18 @@ class Distribution:
 
     @property
     def least(self) -> float:
-        """Infimum of its values."""
-        lowest = {"uniform": self.parameters[0], "constant": self.parameters[0], "normal": -math.inf}
-        return self._bounded(lowest.get(self.kind, 0.0))
+        """Least value that may be drawn."""
+        return self.quantile(_EPSILON)
 
     @property
     def most(self) -> float:
-        """Supremum of its values."""
-        highest = {"uniform": self.parameters[-1], "constant": self.parameters[0]}
-        return self._bounded(highest.get(self.kind, math.inf))
+        """Largest value that may be drawn."""
+        return self.quantile(1 - _EPSILON)
 
     def quantile(self, share: float) -> float:
         """Return the value that a share (above 0, below 1) of all values does not exceed."""
-        return self._bounded(self._unbounded(share))
+        _, quantile = _QUANTILES[self.kind]
+        return self._bounded(quantile(self.parameters[0], self.parameters[-1], share))
 
     def count_at(self, share: float) -> int:
         """Return the quantile as a count: rounded, at least 1. Uniform counts are equally frequent."""
@@ -87,20 +96,6 @@ class Distribution:
             value = max(value, self.low)
         return value if self.high is None else min(value, self.high)
 
-    def _unbounded(self, share: float) -> float:
-        first, second = self.parameters[0], self.parameters[-1]
-        match self.kind:
-            case "uniform":
-                return first + share * (second - first)
-            case "normal":
-                return first + second * _STANDARD_NORMAL.inv_cdf(share)
-            case "lognormal":
-                return first * math.exp(second * _STANDARD_NORMAL.inv_cdf(share))
-            case "exponential":
-                return -first * math.log1p(-share)
-            case _:
-                return first
-
     def __str__(self) -> str:
         bounds = [f"{name}={value:g}" for name, value in (("min", self.low), ("max", self.high)) if value is not None]
         if self.is_constant:
@@ -117,7 +112,7 @@ def _mean_count(distribution: Distribution) -> float:
 
 
 def _share(random: Random) -> float:
-    return (random.getrandbits(53) + 0.5) / 2**53
+    return (random.getrandbits(53) + 0.5) * _EPSILON
 
 
 def parse_distribution(value: object) -> Distribution:
@@ -130,7 +125,7 @@ def parse_distribution(value: object) -> Distribution:
     if not colon:
         kind, rest = "constant", kind
     kind = kind.strip()
-    if kind not in _NUM_PARAMETERS:
+    if kind not in _QUANTILES:
         raise ValueError(f"{kind!r} is not a distribution: must be {_GRAMMAR}")
     parameters: list[float] = []
     bounds: dict[str, float] = {}
@@ -142,8 +137,9 @@ def parse_distribution(value: object) -> Distribution:
             bounds[name] = _number(number, whole=str(value))
         else:
             raise ValueError(f"{value!r}: {name}= is unknown or repeated; there are min= and max=")
-    if len(parameters) != _NUM_PARAMETERS[kind]:
-        raise ValueError(f"{value!r}: {kind} takes {_NUM_PARAMETERS[kind]} numbers, not {len(parameters)}")
+    num_parameters, _ = _QUANTILES[kind]
+    if len(parameters) != num_parameters:
+        raise ValueError(f"{value!r}: {kind} takes {num_parameters} numbers, not {len(parameters)}")
     distribution = Distribution(kind, tuple(parameters), bounds.get("min"), bounds.get("max"))
     _check(distribution, str(value))
     return distribution

@@ -16,6 +16,7 @@ from measure.workload.lengths import Count, Distribution, Seconds
 from measure.workload.sessions import Content
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Point = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], Rate]
 """(second since the run began, sessions per second)"""
 
@@ -59,7 +60,7 @@ class ArrivalsSpec(_Section):
         if self.steps is not None:
             return RateProfile.steps(self.steps)
         assert self.rate is not None, "checked when it was read"
-        return RateProfile.ramp(self.rate) if isinstance(self.rate, tuple) else RateProfile.constant(self.rate)
+        return RateProfile(self.rate if isinstance(self.rate, tuple) else ((0.0, self.rate),))
 
     @property
     def shape(self) -> float:
@@ -138,8 +139,16 @@ class TraceSpec(_Section):
     """Divisor of the gaps between arrivals."""
     shrink: Annotated[int, Field(ge=1)] = 1
     """Divisor of prompts, answers and blocks; divides the block size."""
+    skip: Annotated[int, Field(ge=0)] = 0
+    """Number of requests at the beginning that are not replayed."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Number of requests to replay, from the first; default: all."""
+    """Number of requests to replay, from the first that is not skipped; default: all."""
+    plays: Annotated[int, Field(ge=1)] = 1
+    """Times that it is replayed, each time with other contents."""
+    day_s: PositiveFloat | None = None
+    """Length of a day over which the requests are spread, with a quiet night and busy hours; default: its own clock."""
+    stages: tuple[tuple[PositiveFloat, PositiveFloat], ...] = ()
+    """Stages [seconds, speed] of its clock, which follow each other again and again; empty: its own clock."""
     block_size: Annotated[int, Field(ge=1)] | None = None
     """Tokens per block id; default: as stated in the file, else 512."""
 

@@ -37,7 +37,6 @@ class TraceStats:
 
     num_requests: int
     duration_s: float
-    requests_per_s: float
     max_burst: int
     """Most arrivals within one second."""
     prompt_tokens: Spread
@@ -64,7 +63,6 @@ def trace_stats(trace: Trace) -> TraceStats:
     return TraceStats(
         num_requests=num_requests,
         duration_s=trace.duration_s,
-        requests_per_s=num_requests / trace.duration_s if trace.duration_s else float("inf"),
         max_burst=int(np.bincount([int(request.arrival_s) for request in trace.requests]).max()),
         prompt_tokens=_spread_of([request.num_prompt_tokens for request in trace.requests]),
         output_tokens=_spread_of([request.num_output_tokens for request in trace.requests]),
@@ -147,11 +145,12 @@ def _spread_of(values: Sequence[int]) -> Spread:
 
 def stats_table(stats: TraceStats) -> Table:
     """Return a trace's statistics, one per line."""
+    rate = f"{stats.num_requests / stats.duration_s:.2f} requests/s" if stats.duration_s else "all at once"
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in (
         ("requests", f"{stats.num_requests:,}"),
         ("duration", f"{stats.duration_s:,.1f} s"),
-        ("rate", f"{stats.requests_per_s:.2f} requests/s, at most {stats.max_burst} in one second"),
+        ("rate", f"{rate}, at most {stats.max_burst} in one second"),
         ("prompt tokens", _in_words(stats.prompt_tokens)),
         ("output tokens", _in_words(stats.output_tokens)),
         ("blocks", f"{stats.num_blocks:,}, {stats.num_unique_blocks:,} different"),

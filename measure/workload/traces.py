@@ -68,6 +68,13 @@ class Trace:
         """Return the trace cut to its first requests."""
         return replace(self, requests=self.requests[:num_requests])
 
+    def without_first(self, num_requests: int) -> "Trace":
+        """Return the requests after so many, the first of them at 0. Raises TraceError when none is left."""
+        if num_requests >= len(self.requests):
+            raise TraceError(f"{self.name}: has {len(self.requests)} requests; {num_requests} are to be skipped")
+        rest = self.requests[num_requests:]
+        return replace(self, requests=tuple(replace(r, arrival_s=r.arrival_s - rest[0].arrival_s) for r in rest))
+
     def faster(self, speed: float) -> "Trace":
         """Return the trace with all gaps between arrivals divided by `speed`."""
         if not speed > 0:

@@ -4,6 +4,7 @@ A recording of an hour has no daily pattern, so its clock is warped: it runs fas
 ones. Order, lengths, prefixes and bursts stay those of the recording.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,31 +36,6 @@ class Day:
         return np.interp(np.asarray(shares, dtype=np.float64), done / done[-1], times)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedStage:
-    """A time of constant speed."""
-
-    length_s: float
-    speed: float
-    """Speed-up of the arrivals."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedStages:
-    """Speeds that follow each other, from the first one again after the last."""
-
-    name: str
-    stages: tuple[SpeedStage, ...]
-
-    def warp(self, times_s: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the times at which the moments `times_s` of a trace come."""
-        lengths_s = np.array([stage.length_s for stage in self.stages], dtype=np.float64)
-        ends_s = np.concatenate([[0.0], np.cumsum(lengths_s)])
-        played_s = np.concatenate([[0.0], np.cumsum(lengths_s * [stage.speed for stage in self.stages])])
-        rounds, rest_s = np.divmod(np.asarray(times_s, dtype=np.float64), played_s[-1])
-        return np.asarray(rounds * ends_s[-1] + np.interp(rest_s, played_s, ends_s))
-
-
 def repeated(trace: Trace, times: int) -> Trace:
     """Return the trace repeated `times` times, each time with other contents. Raises TraceError."""
     if times < 1:
@@ -87,11 +63,13 @@ def over_a_day(trace: Trace, day: Day) -> Trace:
     return _arriving_at(trace, day.warp([request.arrival_s / trace.duration_s for request in trace.requests]))
 
 
-def in_stages(trace: Trace, stages: SpeedStages) -> Trace:
-    """Return the trace with its arrivals sped up by stages. Raises TraceError."""
-    if not stages.stages or any(not (stage.length_s > 0 and stage.speed > 0) for stage in stages.stages):
-        raise TraceError(f"{stages.name}: every stage needs a length and a speed above 0")
-    return _arriving_at(trace, stages.warp([request.arrival_s for request in trace.requests]))
+def in_stages(trace: Trace, stages: Sequence[tuple[float, float]]) -> Trace:
+    """Return the trace with its arrivals sped up by stages: (seconds, speed), again from the first after the last."""
+    lengths_s, speeds = np.array(stages, dtype=np.float64).T
+    ends_s = np.concatenate([[0.0], np.cumsum(lengths_s)])
+    played_s = np.concatenate([[0.0], np.cumsum(lengths_s * speeds)])
+    rounds, rest_s = np.divmod(np.array([request.arrival_s for request in trace.requests]), played_s[-1])
+    return _arriving_at(trace, np.asarray(rounds * ends_s[-1] + np.interp(rest_s, played_s, ends_s)))
 
 
 def _arriving_at(trace: Trace, times_s: npt.NDArray[np.float64]) -> Trace:

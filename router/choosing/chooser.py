@@ -9,10 +9,10 @@
    passes; a failed attempt takes them back (`expecting`).
 """
 
-import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from common.block_hash import BlockHashes
 from common.clock import Clock
@@ -20,7 +20,8 @@ from common.errors import Refused
 from common.ids import WorkerId
 from router.choosing.forecasts import Forecaster
 from router.choosing.shedding import Shed, find_hopeless
-from router.fleet.decisions import Booking, DecisionLog
+from router.fleet.booking import Booking, WorkerBooking
+from router.fleet.decisions import DecisionLog
 from router.fleet.fleet import Fleet
 from router.fleet.hot_prefixes import HotPrefixes
 from router.fleet.index import PrefixIndex
@@ -29,7 +30,7 @@ from router.fleet.prefix_match import PrefixMatches
 from router.placement.answer_pool import AnswerPool
 from router.placement.calibration import DurationForecast
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import Busy, FleetView, NoRoom, PlacementRequest, Plan, Policy, TooSlow
+from router.placement.plans import FleetView, NoRoom, PlacementRequest, Plan, Policy, TooSlow
 
 EXPECTED_TTL_S = 30.0
 """How long blocks that a plan will produce count as cached without an event from the worker."""
@@ -45,30 +46,20 @@ class Exclusion:
     until_s: float
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Search:
-    """The search for one plan, over all the refusals that it meets. Event loop only."""
+class Search(Protocol):
+    """What the choice of a plan reads of a request that waits for one (`router.line.wait.Wait`)."""
 
     request: PlacementRequest
-    shed: Shed = Shed.NONE
-    exclusions: dict[WorkerId, Exclusion] = field(default_factory=dict)
-    failed_pairs: Collection[tuple[Life, Life]] = ()
+    shed: Shed
+    exclusions: dict[WorkerId, Exclusion]
+    """Workers that have refused it."""
+    failed_pairs: Collection[tuple[Life, Life]]
     """Prefill and decode workers that lost the request together and live on: the network between them may be cut. They
     are chosen again only when no other plan is possible."""
-    version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
-    line_forecast: DurationForecast | None = None
+    line_forecast: DurationForecast | None
     """Forecast of the time to first token made when the request entered the line."""
-    awaited: ProjectedLoad | None = None
-    """The busy worker for which the last refusal was made, as it was then."""
-    needs_room: bool = False
-    """Whether the last refusal was for want of a worker with slots and pages."""
-    awaits_answer: bool = False
+    awaits_answer: bool
     """Whether it may not have a running answer set back for it, so that one has to end first (line/claims.py)."""
-
-    @property
-    def wakes_at_s(self) -> float:
-        """Time at which the first exclusion ends by itself; infinite without any."""
-        return min((exclusion.until_s for exclusion in self.exclusions.values()), default=math.inf)
 
 
 class Chooser:
@@ -99,9 +90,7 @@ class Chooser:
         excluded: Collection[WorkerId] = search.exclusions.keys()
         if search.request.is_quarantined:
             excluded = {*excluded, *self._fleet.bookings.quarantine}
-        view = self._fleet.view(excluded=excluded)
-        if search.request.pool is AnswerPool.PREFILL:
-            view = view.of_prefill_pool()
+        view = self._fleet.view(search.request.pool, excluded=excluded)
         matches = self._index.match(search.request.hashes)
         request = replace(
             search.request,
@@ -122,21 +111,11 @@ class Chooser:
             hopeless = find_hopeless(request, plan, view, shed=search.shed, error=error, place_s=place_s)
             if hopeless is not None:
                 return hopeless
-        search.awaited = self._fleet.roster.load(plan.worker_id) if isinstance(plan, Busy) else None
-        search.needs_room = isinstance(plan, NoRoom)
         if isinstance(plan, Refused):
             return plan
         if request.pool is AnswerPool.PREFILL:
             plan = replace(plan, pool=request.pool, predicted_tpot_s=None)
-        booking = self._book(search, request, plan)
-        booking.decision.num_evicted_blocks = self._index.evicted.count_leading(
-            request.hashes.keys, start=matches.longest
-        )
-        num_known = min(matches.longest + booking.decision.num_evicted_blocks, len(request.hashes))
-        self.hot_prefixes.note(request.hashes, num_known)
-        booking.decision.decision_s = self._clock.monotonic() - now_s
-        self.decisions.add(booking.decision)
-        return booking
+        return self._book(search, request, plan, matches)
 
     def _plan(self, request: PlacementRequest, view: FleetView, matches: PrefixMatches) -> Plan | Refused:
         """Return the policy's choice, made with exact matches of the chosen workers."""
@@ -158,23 +137,17 @@ class Chooser:
         plan, without = first, set(excluded)
         while isinstance(plan, Plan) and self._lives(plan) in search.failed_pairs:
             without.add(plan.computes)
-            plan = self._plan(request, self._fleet.view(excluded=without), matches)
+            plan = self._plan(request, self._fleet.view(request.pool, excluded=without), matches)
         return plan if isinstance(plan, Plan) else first
 
     def _lives(self, plan: Plan) -> tuple[Life | None, Life | None]:
         """Return the lives of the prefill and the decode worker as they are now."""
-        return None if plan.prefill is None else self._fleet.lives.of(plan.prefill), self._fleet.lives.of(plan.decode)
+        lives = self._fleet.lives
+        return None if plan.prefill is None else lives.of(plan.prefill), lives.of(plan.answering)
 
-    def may_differ(self, search: Search) -> bool:
-        """Return whether a change of the fleet since the last refusal may concern the request.
-
-        While it prefers to wait for a busy worker, only changes of that one do: what others were given makes them no
-        better, and a worker that becomes free is offered by the line.
-        """
-        awaited = search.awaited
-        if awaited is None or search.exclusions:
-            return True
-        return self._fleet.roster.load(awaited.worker_id) is not awaited
+    def has_changed(self, worker: ProjectedLoad) -> bool:
+        """Return whether the load of a worker is another one now."""
+        return self._fleet.roster.load(worker.worker_id) is not worker
 
     def may_hold(self, request: PlacementRequest) -> bool:
         """Return False when no worker that answers such requests has room for it."""
@@ -206,11 +179,11 @@ class Chooser:
         wait_s = max(wait_s, num_ends * roster.decode.answer_ends_in_s())
         return self.forecaster.in_line(wait_s + work_s, passed_s=now_s - request.received_s)
 
-    def exclude(self, search: Search, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
-        """Leave a worker that refused the search out until its load changes or the time has passed."""
-        search.exclusions[worker_id] = Exclusion(
+    def exclude(self, search: Search, refusing: WorkerBooking, *, retry_after_s: float | None) -> None:
+        """Leave a worker that refused a booking out until its load changes or the time has passed."""
+        search.exclusions[refusing.member.endpoint.worker_id] = Exclusion(
             # As of the choice: a change between choice and refusal is a reason to try again at once.
-            load_version=search.version_when_booked.get(worker_id, 0),
+            load_version=refusing.load_version,
             until_s=self._clock.monotonic() + (RETRY_AFTER_S if retry_after_s is None else retry_after_s),
         )
 
@@ -218,40 +191,41 @@ class Chooser:
         """Count blocks as cached on a worker before its events arrive, so that the next request does not race them."""
         self._index.expect(worker_id, hashes, expires_s=self._clock.monotonic() + EXPECTED_TTL_S)
 
-    def retract(self, booking: Booking, hashes: BlockHashes) -> None:
+    def retract(self, booking: Booking) -> None:
         """Forget the blocks that a booked plan would have produced and that no event has confirmed.
 
         A sibling that expects the same blocks there loses its expectation, too: events bring them soon enough, and
         promising too little costs less than promising too much.
         """
-        self._index.retract(booking.plan.computes, hashes)
+        self._index.retract(booking.plan.computes, booking.hashes)
 
     @contextmanager
-    def expecting(self, booking: Booking, hashes: BlockHashes) -> Iterator[None]:
+    def expecting(self, booking: Booking) -> Iterator[None]:
         """Run a plan inside the block; `retract` its blocks when that fails."""
         try:
             yield
         except BaseException:
-            self.retract(booking, hashes)
+            self.retract(booking)
             raise
 
-    def _book(self, search: Search, request: PlacementRequest, plan: Plan) -> Booking:
+    def _book(self, search: Search, request: PlacementRequest, plan: Plan, matches: PrefixMatches) -> Booking:
+        """Return the plan booked, and log the decision."""
         booking = self._fleet.bookings.book(plan, request)
         decision = booking.decision
-        decision.num_hashed_blocks = len(request.hashes)
-        decision.waited_s = decision.decided_s - request.received_s
         decision.line_forecast = search.line_forecast
         decision.ttft_forecast, decision.tpot_forecast = self.forecaster.ttft(request, plan), self.forecaster.tpot(plan)
-        for worker_id in (plan.decode, plan.prefill):
-            if worker_id is not None:
-                search.version_when_booked[worker_id] = self._fleet.load_version(worker_id)
         # Only where they are computed: a sibling may queue behind them there, but before the blocks have arrived at the
         # decode worker of a remote plan, a local plan there would compute them again.
         self.expect(plan.computes, request.hashes)
+        num_held = matches.longest
+        decision.num_evicted_blocks = self._index.evicted.count_leading(request.hashes.keys, start=num_held)
+        self.hot_prefixes.note(request.hashes, min(num_held + decision.num_evicted_blocks, len(request.hashes)))
+        decision.decision_s = self._clock.monotonic() - request.now_s
+        self.decisions.add(decision)
         return booking
 
 
 def _verify(matches: PrefixMatches, plan: Plan) -> bool:
     """Make the matches of the chosen workers exact and return whether they were."""
-    chosen = {plan.decode, plan.computes}
+    chosen = {plan.answering, plan.computes}
     return all(matches.verify(worker_id) for worker_id in chosen)

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 
 from common.clock import Clock
 from common.ids import WorkerId
+from router.fleet.booking import Booking
 from router.fleet.fleet import Fleet
 from router.placement.answer_pool import AnswerPool
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import PlacementRequest
-from router.placement.running import RunningAnswer
 from router.tenants import Tenant
 
 
@@ -63,13 +63,10 @@ class Shares:
         self._uses.clear()
         self.is_leaving = False
         for booking in self._fleet.bookings:
-            answer = booking.answer
-            if answer is None and booking.plan.pool is AnswerPool.DECODE:  # its attempt begins in this turn of the loop
-                self._use(booking.tenant).add(booking.decode.num_decodes, booking.decode.num_blocks)
-            elif answer is not None and answer.is_set_back:
+            if booking.is_set_back:
                 self.is_leaving = True
-            elif answer is not None:
-                self._use(booking.tenant).add(answer.num_places, answer.count_blocks())
+            elif booking.plan.pool is AnswerPool.DECODE:
+                self._use(booking.tenant).add(booking.answering.num_decodes, booking.num_filled_blocks)
         for request in claims:
             self.add(request)
 
@@ -87,7 +84,7 @@ class Shares:
         use = self._uses.get(tenant, _Use(weight=1.0))
         return max((use.num_places + 1) / self._num_places, use.num_blocks / self._num_blocks)
 
-    def find_victims(self, request: PlacementRequest, *, replaces: bool) -> list[RunningAnswer]:
+    def find_victims(self, request: PlacementRequest, *, replaces: bool) -> list[Booking]:
         """Return the fewest answers on one worker that may be set back for a request and whose room suffices, or none.
 
         `replaces`: a worker takes it only in place of others, whatever is free.
@@ -98,11 +95,10 @@ class Shares:
         mean = sum(self._load(use) * use.weight for use in uses.values()) / sum(use.weight for use in uses.values())
         limit = max(self._load(own), mean)
         above = {name for name, use in uses.items() if self._load(use) > limit}
-        candidates = defaultdict[WorkerId, list[RunningAnswer]](list)
+        candidates = defaultdict[WorkerId, list[Booking]](list)
         for booking in self._fleet.bookings if above else ():
-            answer = booking.answer
-            if answer is not None and answer.tenant in above and answer.may_go(self._clock.monotonic()):
-                candidates[booking.plan.decode].append(answer)
+            if booking.tenant.name in above and booking.may_go(self._clock.monotonic()):
+                candidates[booking.plan.answering].append(booking)
         found = [
             self._find_on(worker, request, candidates[worker.worker_id], limit=limit, replaces=replaces)
             for worker in self._fleet.roster.decode
@@ -114,19 +110,19 @@ class Shares:
         self,
         worker: ProjectedLoad,
         request: PlacementRequest,
-        answers: list[RunningAnswer],
+        answers: list[Booking],
         *,
         limit: float,
         replaces: bool,
-    ) -> list[RunningAnswer]:
+    ) -> list[Booking]:
         """Return answers of one worker, of tenants above the limit, whose room suffices; none when it does not."""
-        left = defaultdict[str, list[RunningAnswer]](list)
-        for answer in sorted(answers, key=lambda each: (-each.num_places, each.number)):
-            left[answer.tenant].append(answer)
+        left = defaultdict[str, list[Booking]](list)
+        for answer in sorted(answers, key=lambda each: (-each.answering.num_decodes, each.number)):
+            left[answer.tenant.name].append(answer)
         uses = {tenant: replace(self._uses[tenant]) for tenant in left}
         num_places = 0.0 if replaces else worker.num_free_slots
         num_gone, num_gone_blocks = 0, 0.0
-        victims: list[RunningAnswer] = []
+        victims: list[Booking] = []
         while num_places < request.num_samples or not worker.has_pages(
             num_blocks=request.num_decode_blocks,
             num_growth_blocks=request.num_growth_blocks,
@@ -138,10 +134,10 @@ class Shares:
                 return []
             victim = left[tenant].pop()
             victims.append(victim)
-            num_places += victim.num_places
-            num_gone += victim.num_places
-            num_gone_blocks += victim.count_blocks()
-            uses[tenant].add(-victim.num_places, -victim.count_blocks())
+            num_places += victim.answering.num_decodes
+            num_gone += victim.answering.num_decodes
+            num_gone_blocks += victim.num_filled_blocks
+            uses[tenant].add(-victim.answering.num_decodes, -victim.num_filled_blocks)
         return victims
 
     def _use(self, tenant: Tenant) -> _Use:

@@ -78,7 +78,7 @@ def one_more_reader(pool: DiagnosedPool, times: PromptTimes) -> SuggestedChange:
     ]
     closed = _closed_waits_s(num_workers, times)
     if busy < _SATURATED and wait_s > _UNEXPLAINED * _wait(busy, num_workers) * fmean(times.prefills_s):
-        why = f"a pool that is busy {busy:.0%} of the time does not explain a wait of {wait_s:.2g} s"
+        why = f"a pool that is busy {pool.busy_share:.0%} of the time does not explain a wait of {wait_s:.2g} s"
         return SuggestedChange(text=f"{name}: what it does to the wait cannot be predicted: {why}")
     if busy < _SATURATED:
         low, high = (1 - _FORMULA_ERROR) * min(opened), (1 + _FORMULA_ERROR) * max(opened)

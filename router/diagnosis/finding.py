@@ -1,16 +1,19 @@
 """One cause of lost time, and what it is judged by."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from common.ids import RequestId
 from router.diagnosis.changes import PredictedFigure, SuggestedChange
 from router.diagnosis.pool import DiagnosedPool
-from router.diagnosis.tail import Terms
 from router.fleet.hot_prefixes import ReportedPrefix
 from router.observe.recent_requests import InLine, RecentRequest
-from router.placement.waits import Wait, WaitingRequest
+from router.placement.waits import WaitCause, WaitingRequest
+
+Terms = Callable[[Iterable[RequestId]], Mapping[RequestId, Mapping[str, float]]]
+"""Returns the parts of the cost of the latest plan of each of these requests, as far as they are known."""
 
 
 class Cause(enum.Enum):
@@ -80,7 +83,7 @@ def mean_whole_s(requests: Sequence[InLine]) -> float:
     return fmean(each.whole_s for each in requests)
 
 
-def mean_wait_s(requests: Sequence[InLine], cause: Wait) -> float:
+def mean_wait_s(requests: Sequence[InLine], cause: WaitCause) -> float:
     """Return the wait in line for a cause, in the mean."""
     return fmean(each.waits[cause] for each in requests)
 

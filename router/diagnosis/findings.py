@@ -19,9 +19,9 @@ from router.diagnosis.finding import (
     mean_whole_s,
 )
 from router.diagnosis.pool import DiagnosedPool
-from router.diagnosis.tail import tail_of
+from router.diagnosis.tail import tail
 from router.diagnosis.waits import line_waits, prefill_waits
-from router.placement.waits import Wait
+from router.placement.waits import WaitCause
 
 _MIN_SHARE = 0.03
 """Share of a request's whole time below which a loss is not worth a sentence."""
@@ -36,7 +36,7 @@ def find(view: DiagnosisInput) -> list[DiagnosisFinding]:
         return []
     whole_s = mean_whole_s(view.in_line)
     # Without any answer, nothing is known of what follows the line.
-    answered = (_slow_workers, prefill_waits, _transfers, _decode_steps, _tail) if view.requests else ()
+    answered = (_slow_workers, prefill_waits, _transfers, _decode_steps, tail) if view.requests else ()
     kinds = (line_waits, *answered)
     worth = [
         each for kind in kinds for each in kind(view) if each.lost_s >= _MIN_SHARE * whole_s or each.cause in _FAULTS
@@ -130,23 +130,7 @@ def _decode_steps(view: DiagnosisInput) -> list[DiagnosisFinding]:
     ]
 
 
-def _tail(view: DiagnosisInput) -> list[DiagnosisFinding]:
-    """Return the time that the slowest requests lose beyond what most lose."""
-    if (tail := tail_of(view.requests, view.terms)) is None:
-        return []
-    more = f"`kvrelay why --request {tail.slowest}` has the parts of the slowest one, `kvrelay explain` its plan"
-    return [
-        DiagnosisFinding(
-            cause=Cause.TAIL,
-            pool=view.reader.name,
-            lost_s=tail.lost_s,
-            text=tail.text,
-            options=(SuggestedChange(text=more),),
-        )
-    ]
-
-
 def _is_awaited(view: DiagnosisInput) -> bool:
     """Return whether requests wait for decode workers, so that each gap that one leaves is filled."""
-    wait_s = mean_wait_s(view.in_line, Wait.DECODE_ROOM) + mean_wait_s(view.in_line, Wait.DECODE_PACE)
+    wait_s = mean_wait_s(view.in_line, WaitCause.DECODE_ROOM) + mean_wait_s(view.in_line, WaitCause.DECODE_PACE)
     return wait_s >= _MIN_SHARE * mean_whole_s(view.in_line)

@@ -25,7 +25,7 @@ class TenantWaits:
     mean_wait_s: float
     """Wait in line of the answered ones, in the mean."""
     mostly_for: str
-    """What all of them have waited longest for."""
+    """The cause of most of their waiting, all requests together."""
 
 
 def describe_line(waiting: Sequence[WaitingRequest]) -> str:

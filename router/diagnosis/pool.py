@@ -197,16 +197,19 @@ class DiagnosedPool:
         num_steps, weights_s = self.total("num_decode_steps"), self.total("decode_weights_s")
         return (weights_s + batch_share * (self.total("decode_memory_s") - weights_s)) / num_steps if num_steps else 0.0
 
-    def walls(self, window_s: float) -> "Walls":
-        """Return the use of the workers' time in a window."""
-        pool = replace(self, window_s=window_s)
-        covered_s = pool.total("covered_s")
-        return Walls(
-            pool=self.name,
-            window_s=window_s,
-            covered_s=covered_s / len(self.workers) if self.workers else 0.0,
-            shares=wall_shares(pool.total, covered_s),
-        )
+    def over(self, window_s: float) -> "DiagnosedPool":
+        """Return the pool in another window."""
+        return replace(self, window_s=window_s)
+
+    @property
+    def covered_s(self) -> float:
+        """Seconds that a worker has lived in the window, in the mean."""
+        return self.total("covered_s") / len(self.workers) if self.workers else 0.0
+
+    @property
+    def walls(self) -> WallShares:
+        """The use of the workers' time in the window."""
+        return wall_shares(self.total, self.total("covered_s"))
 
     @property
     def slow_workers(self) -> Mapping[WorkerId, float]:
@@ -250,14 +253,3 @@ def _would_take_s(worker: DiagnosedWorker, steps: StepTotals, own: StepTotals) -
 def _mean_shape(steps: StepTotals) -> tuple[float, float]:
     """Return the mean batch of decode steps, and the mean context of its sequences."""
     return steps.num_decodes / steps.num_decode_steps, steps.num_context_tokens / max(1, steps.num_decodes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Walls:
-    """Use of a pool's time in a window."""
-
-    pool: str
-    window_s: float
-    covered_s: float
-    """Seconds that a worker has lived in the window, in the mean."""
-    shares: WallShares

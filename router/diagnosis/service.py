@@ -83,10 +83,10 @@ class DiagnosisService:
                 for each in causes
             ],
             walls=[
-                message_of(pb.PoolWalls, walls, walls.shares)
+                message_of(pb.PoolWalls, each, each.walls, pool=each.name)
                 for pool in (prefill, decode)
                 if pool.workers
-                for walls in map(pool.walls, WALL_WINDOWS_S)
+                for each in map(pool.over, WALL_WINDOWS_S)
             ],
         )
 

@@ -2,15 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 
-from common.ids import RequestId
-from router.diagnosis.changes import short_time
+from router.diagnosis.changes import SuggestedChange, short_time
+from router.diagnosis.finding import Cause, DiagnosisFinding, DiagnosisInput
 from router.observe.recent_requests import RecentRequest, most_awaited
-
-Terms = Callable[[Iterable[RequestId]], Mapping[RequestId, Mapping[str, float]]]
-"""Returns the parts of the cost of the latest plan of each of these requests, as far as they are known."""
 
 _SHARE = 0.05
 _MIN_REQUESTS = 20
@@ -24,24 +20,14 @@ _PARTS: tuple[tuple[str, Callable[[RecentRequest], float]], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tail:
-    """The slowest twentieth of some requests."""
-
-    lost_s: float
-    """Time by which they are slower than the median, in the mean of all requests."""
-    slowest: RequestId
-    text: str
-
-
-def tail_of(requests: Sequence[RecentRequest], terms: Terms) -> Tail | None:
-    """Return the tail where it is several times slower than the median; None without one, or for few requests."""
-    if len(requests) < _MIN_REQUESTS:
-        return None
-    ordered = sorted(requests, key=lambda each: -each.ttft_s)
+def tail(view: DiagnosisInput) -> list[DiagnosisFinding]:
+    """Return the time by which the slowest twentieth of the requests exceed the median, where that is several times."""
+    if len(view.requests) < _MIN_REQUESTS:
+        return []
+    ordered = sorted(view.requests, key=lambda each: -each.ttft_s)
     slow, usual_s = ordered[: round(_SHARE * len(ordered))], median(each.ttft_s for each in ordered)
     if slow[-1].ttft_s < _TIMES_MEDIAN * usual_s:
-        return None
+        return []
     mean_s = fmean(each.ttft_s for each in slow)
     part, part_s = max(((name, fmean(map(read, slow))) for name, read in _PARTS), key=lambda each: each[1])
     text = (
@@ -51,11 +37,18 @@ def tail_of(requests: Sequence[RecentRequest], terms: Terms) -> Tail | None:
         f" {fmean(each.num_computed_tokens for each in slow):.0f} tokens are computed for each of them,"
         f" {fmean(each.num_computed_tokens for each in ordered):.0f} for all"
     )
-    return Tail(
-        lost_s=(mean_s - usual_s) * len(slow) / len(ordered),
-        slowest=slow[0].request_id,
-        text=text + _of_tenant(slow, ordered) + _largest_term(terms({each.request_id for each in slow}).values()),
-    )
+    slowest = slow[0].request_id
+    more = f"`kvrelay why --request {slowest}` has the parts of the slowest one, `kvrelay explain` its plan"
+    terms = view.terms({each.request_id for each in slow}).values()
+    return [
+        DiagnosisFinding(
+            cause=Cause.TAIL,
+            pool=view.reader.name,
+            lost_s=(mean_s - usual_s) * len(slow) / len(ordered),
+            text=text + _of_tenant(slow, ordered) + _largest_term(terms),
+            options=(SuggestedChange(text=more),),
+        )
+    ]
 
 
 def _of_tenant(slow: Sequence[RecentRequest], all_requests: Sequence[RecentRequest]) -> str:

@@ -15,7 +15,7 @@ from router.diagnosis.finding import (
     mean_whole_s,
 )
 from router.fleet.hot_prefixes import ReportedPrefix
-from router.placement.waits import Wait
+from router.placement.waits import WaitCause
 
 _HOT_SHARE = 0.6
 """Share of the computed tokens from which a tenant counts as the cause of a wait."""
@@ -31,10 +31,10 @@ def line_waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return the waits in line for anything but prefill."""
     pool = view.decoder
     pace = f"with another one in a batch of {pool.mean_batch:.1f}, gaps between tokens would miss their objective"
-    worker_s = mean_wait_s(view.in_line, Wait.WORKER)
+    worker_s = mean_wait_s(view.in_line, WaitCause.WORKER)
     return [
         _decode_room(view),
-        _decode_wall(view, Wait.DECODE_PACE, f"the pace of answers: {pace} (slo.tpot_s)", instead=_LONGER_GAPS),
+        _decode_wall(view, WaitCause.DECODE_PACE, f"the pace of answers: {pace} (slo.tpot_s)", instead=_LONGER_GAPS),
         _tenant_limit(view),
         DiagnosisFinding(
             cause=Cause.NO_WORKER,
@@ -55,11 +55,11 @@ def _decode_room(view: DiagnosisInput) -> DiagnosisFinding:
     held = f"batches are of {pool.mean_batch:.1f}, and answers hold {pool.used_page_share:.0%} of the pages"
     if pool.num_places < pool.num_held_by_pages:
         what = f"one of the {pool.num_places:g} places in batches (max_running)"
-        return _decode_wall(view, Wait.DECODE_ROOM, f"{what}: {held}", instead=_MORE_PLACES)
-    return _decode_wall(view, Wait.DECODE_ROOM, f"pages: {held}", instead=_MORE_PAGES)
+        return _decode_wall(view, WaitCause.DECODE_ROOM, f"{what}: {held}", instead=_MORE_PLACES)
+    return _decode_wall(view, WaitCause.DECODE_ROOM, f"pages: {held}", instead=_MORE_PAGES)
 
 
-def _decode_wall(view: DiagnosisInput, wait: Wait, what: str, *, instead: str) -> DiagnosisFinding:
+def _decode_wall(view: DiagnosisInput, wait: WaitCause, what: str, *, instead: str) -> DiagnosisFinding:
     pool, wait_s = view.decoder, mean_wait_s(view.in_line, wait)
     options = [
         changes.more_answers(pool, instead),
@@ -82,13 +82,13 @@ def _tenant_limit(view: DiagnosisInput) -> DiagnosisFinding:
     """Return the wait of requests behind others of their tenants, with the tenant that waits most."""
     waits_s: defaultdict[str, float] = defaultdict(float)
     for each in view.in_line:
-        waits_s[each.tenant] += each.waits[Wait.TENANT_LIMIT]
+        waits_s[each.tenant] += each.waits[WaitCause.TENANT_LIMIT]
     tenant = max(waits_s, key=lambda name: waits_s[name])
-    own_s = mean_wait_s([each for each in view.in_line if each.tenant == tenant], Wait.TENANT_LIMIT)
+    own_s = mean_wait_s([each for each in view.in_line if each.tenant == tenant], WaitCause.TENANT_LIMIT)
     return DiagnosisFinding(
         cause=Cause.TENANT_LIMIT,
         pool="",
-        lost_s=mean_wait_s(view.in_line, Wait.TENANT_LIMIT),
+        lost_s=mean_wait_s(view.in_line, WaitCause.TENANT_LIMIT),
         text=(
             f"requests of tenant {tenant} wait {own_s:.2g} s in line for each other: as many as its max_concurrent"
             " allows are served, whatever workers could take"

@@ -128,5 +128,5 @@ class Arrivals(grpc.aio.ServerInterceptor):
         except KvrelayError:
             if name not in ("Generate", "Embed"):
                 raise
-            with self._door.account(self._door.new_life(), time_left_s=lambda: None):
+            with self._door.account(self._door.new_life()):
                 raise

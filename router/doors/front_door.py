@@ -1,6 +1,6 @@
 """The path of a request that all doors share: gRPC (service.py) and HTTP (http/).
 
-    with door.account(life, time_left_s=…):          # counted, however it ends
+    with door.account(life):                         # counted, however it ends
         tenant = door.identify(headers)               # Unauthenticated
         async with door.serving(request, caller) as served:
             …                                         # Overloaded, RequestError; then served.outbox until None
@@ -9,24 +9,25 @@
 raised when the block ends.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable
+import math
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from common.errors import KvrelayError, Overloaded, Refused, Unreachable, WorkerLost
-from common.ids import RequestId, mint_request_id
+from common.ids import mint_request_id
 from common.lifecycle import LifeCycle
 from common.structured import one_turn
 from common.wire import pack_floats
 from kvrelay.v1 import inference_pb2 as pb
-from router.doors.doorkeeper import Doorkeeper
+from router.doors.authentication import Authenticator
 from router.doors.readers import Readers
 from router.parts import RouterParts
 from router.placement.answer_pool import AnswerPool
 from router.reading.validation import RequestReader
 from router.record.budget import Holding
-from router.record.outbox import MergeWindow, Outbox
-from router.record.record import Job
+from router.record.outbox import MergeWindow
+from router.record.record import Job, RunningRequest
 from router.record.ticket import Ticket
 from router.tenants import Tenant, Terms, read_salt, read_terms
 
@@ -35,9 +36,6 @@ MAX_REQUEST_S = 3600.0
 
 ClientRequest = pb.GenerateRequest | pb.EmbedRequest
 
-TimeLeft = Callable[[], float | None]
-"""Seconds until the caller's deadline; None without one."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
@@ -45,17 +43,8 @@ class Caller:
 
     tenant: Tenant
     life: LifeCycle
-    time_left_s: TimeLeft
     traceparent: str = ""
     """Place in a trace of its own that the client names (common/tracing.py)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedRequest:
-    """A request that runs."""
-
-    job: Job
-    outbox: Outbox
 
 
 class FrontDoor:
@@ -66,7 +55,7 @@ class FrontDoor:
         parts: RouterParts,
         reader: RequestReader,
         *,
-        doorkeeper: Doorkeeper,
+        authenticator: Authenticator,
         default_terms: Terms,
         merging: MergeWindow | None = None,
         block_key: bytes,
@@ -79,7 +68,7 @@ class FrontDoor:
         self.reader = reader
         self.readers = Readers()
         self.merging = MergeWindow() if merging is None else merging
-        self._doorkeeper = doorkeeper
+        self._authenticator = authenticator
         self._default_terms = default_terms
         self._block_key = block_key
         self._is_closed = False
@@ -104,17 +93,17 @@ class FrontDoor:
             return WorkerLost("no decode worker is ready")
         return None
 
-    def new_life(self) -> LifeCycle:
+    def new_life(self, *, deadline_s: float = math.inf) -> LifeCycle:
         """Return the life cycle of a request that arrives now, under a new id."""
-        return LifeCycle(mint_request_id(), self.parts.clock)
+        return LifeCycle(mint_request_id(), self.parts.clock, deadline_s=deadline_s)
 
-    def account(self, life: LifeCycle, *, time_left_s: TimeLeft) -> AbstractContextManager[None]:
+    def account(self, life: LifeCycle) -> AbstractContextManager[None]:
         """Count a request and how it ends, whatever happens inside."""
-        return self.parts.orchestrator.calls.account(life, time_left_s=time_left_s)
+        return self.parts.orchestrator.calls.account(life)
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
         """Return the tenant that metadata or headers name. Raises Unauthenticated."""
-        return self._doorkeeper.identify(metadata)
+        return self._authenticator.identify(metadata)
 
     def screen(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Return if a call of a gRPC method comes from a known caller and may be read. Raises KvrelayError."""
@@ -125,16 +114,16 @@ class FrontDoor:
                 self.identify(metadata)
         except KvrelayError:
             if method.endswith(("/Generate", "/Embed")):
-                with self.account(self.new_life(), time_left_s=lambda: None):
+                with self.account(self.new_life()):
                     raise
             raise
 
     def check_operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Return if the metadata of a call name an operator. Raises Unauthenticated, AccessDenied."""
-        self._doorkeeper.check_operator(metadata)
+        self._authenticator.check_operator(metadata)
 
     @asynccontextmanager
-    async def serving(self, request: ClientRequest, caller: Caller) -> AsyncIterator[ServedRequest]:
+    async def serving(self, request: ClientRequest, caller: Caller) -> AsyncIterator[RunningRequest]:
         """Serve a request beside the block, which takes its messages; leaving the block early cancels the request.
 
         Clears the prompt of `request` once it is read: a router holds it as token ids from then on.
@@ -146,15 +135,15 @@ class FrontDoor:
         with self._admit(request, caller.tenant) as ticket:
             stages.enter("tokenize")
             async with ticket.kept():
-                job = await self._read(request, caller, caller.life.request_id)
+                job = await self._read(request, caller)
             request.ClearField("prompt")
             stages.enter("line")
             orchestrator.take_tokens(ticket, job)
-            timeout_s = _at_most(MAX_REQUEST_S, caller.time_left_s)
-            async with orchestrator.running(job, ticket, caller.life, timeout_s=timeout_s) as outbox:
-                yield ServedRequest(job=job, outbox=outbox)
-            if outbox.error is not None:
-                raise outbox.error
+            caller.life.end_within(MAX_REQUEST_S)
+            async with orchestrator.running(job, ticket, caller.life) as record:
+                yield record
+            if record.outbox.error is not None:
+                raise record.outbox.error
 
     async def embed(self, request: pb.EmbedRequest, caller: Caller) -> pb.EmbedResponse:
         """Return an embedding; a caller that is cancelled cancels the request. Raises KvrelayError."""
@@ -209,17 +198,13 @@ class FrontDoor:
             raise admitted.error()
         return admitted
 
-    async def _read(self, request: ClientRequest, caller: Caller, request_id: RequestId) -> Job:
+    async def _read(self, request: ClientRequest, caller: Caller) -> Job:
         """Return the checked request; waits until a worker has described the model. Raises KvrelayError."""
-        patience_s = _at_most(self.parts.config.queue_timeout_s, caller.time_left_s)
+        patience_s = min(self.parts.config.queue_timeout_s, caller.life.left_s)
         pool = AnswerPool.PREFILL if isinstance(request, pb.EmbedRequest) else AnswerPool.DECODE
         model = await self.parts.fleet.wait_for_model(timeout_s=patience_s, pool=pool)
         keyed = model.keyed(self._block_key, cache_salt=read_salt(request, tenant=caller.tenant))
+        request_id = caller.life.request_id
         if isinstance(request, pb.EmbedRequest):
             return await self.reader.read_embedding(request, request_id=request_id, model=keyed, tenant=caller.tenant)
         return await self.reader.read(request, request_id=request_id, model=keyed, tenant=caller.tenant)
-
-
-def _at_most(limit_s: float, time_left_s: TimeLeft) -> float:
-    left_s = time_left_s()
-    return limit_s if left_s is None else min(left_s, limit_s)

@@ -56,9 +56,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
-        door, life = self._door, self._door.new_life()
+        door, life = self._door, self._new_life(context)
         async with error_boundary(context, "Generate"):
-            with door.account(life, time_left_s=context.time_remaining):
+            with door.account(life):
                 caller = self._caller(context, life)
                 async with door.serving(request, caller) as served:
                     parsed = await ParsedAnswer.of(served.job)
@@ -69,12 +69,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         if message.HasField("tokens"):
                             await door.merging.over()
 
+    def _new_life(self, context: Context) -> LifeCycle:
+        """Return the life cycle of a call that arrives now."""
+        life = self._door.new_life()
+        life.end_within(context.time_remaining())
+        return life
+
     def _caller(self, context: Context, life: LifeCycle) -> Caller:
         """Return the sender of a call. Raises Unauthenticated."""
         return Caller(
             tenant=self._identify(context),
             life=life,
-            time_left_s=context.time_remaining,
             traceparent=traceparent_in(context.invocation_metadata()),
         )
 
@@ -83,9 +88,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return self._door.identify(context.invocation_metadata())
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:  # noqa: D102
-        door, life = self._door, self._door.new_life()
+        door, life = self._door, self._new_life(context)
         async with error_boundary(context, "Embed"):
-            with door.account(life, time_left_s=context.time_remaining):
+            with door.account(life):
                 caller = self._caller(context, life)
                 return await door.embed(request, caller)
 

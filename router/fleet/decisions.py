@@ -1,4 +1,4 @@
-"""Booked plans, the log of the latest decisions, and their outcomes.
+"""The log of the latest decisions and their outcomes.
 
 A decision is logged when its plan is booked. The attempt that runs the plan notes in it what the workers really found
 and how long they really took; when the attempt ends, listeners compare that with the prediction. The log is bounded;
@@ -16,14 +16,10 @@ from common.errors import Cancelled
 from common.ids import RequestId
 from common.wire_names import PlanKind
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import sequence_pb2
-from router.fleet.hold import Hold
 from router.placement.answer_pool import AnswerPool
 from router.placement.calibration import DurationForecast
 from router.placement.plans import Plan, PlanCandidate, kind_of
-from router.placement.running import RunningAnswer
 from router.placement.waits import NO_WAITS, Waits
-from router.tenants import ANYBODY, Tenant
 
 CAPACITY = 1000
 COMPLETED = "completed"
@@ -34,6 +30,8 @@ class DecisionRecord:
     """One booked plan and its outcome; None means not known (yet). Event loop only."""
 
     request_id: RequestId
+    tenant: str
+    """Owner of the request; no other tenant may see the decision."""
     num_tokens: int
     """Tokens that must be in the KV cache."""
     plan: Plan
@@ -51,8 +49,6 @@ class DecisionRecord:
     """Time from receipt to the first token, as forecast at the choice."""
     tpot_forecast: DurationForecast | None = None
     """Mean gap between tokens, as forecast at the choice."""
-    tenant: str = ""
-    """Owner of the request; no other tenant may see the decision."""
     attempt: int = 0
     num_hashed_blocks: int = 0
     """Full blocks that caches may hold; 0 for a request that no cache serves."""
@@ -70,42 +66,6 @@ class DecisionRecord:
     ended: str = ""
     """Empty while the attempt runs; then "completed", "moved" when its worker was leaving, "set back" when its room
     went to another tenant, or an error's class."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Booking:
-    """A booked plan with what it holds on its workers. Leaving its `with` block releases everything, exactly once."""
-
-    decision: DecisionRecord
-    decode: Hold
-    prefill: Hold | None = None
-    """Set exactly when the plan is remote."""
-    on_release: "Callable[[Booking], None]"
-    source: sequence_pb2.KvSource | None = None
-    """Where leading blocks are pulled from; None also when the plan's source is gone. Nothing is held there."""
-    tenant: Tenant = ANYBODY
-    answer: RunningAnswer | None = None
-    """The answer whose attempt runs the plan; None before and after that, and for an embedding."""
-
-    @property
-    def plan(self) -> Plan:
-        """The booked plan."""
-        return self.decision.plan
-
-    @property
-    def holds(self) -> tuple[Hold, ...]:
-        """Its holds, on one worker or two."""
-        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
-
-    def __enter__(self) -> "Booking":
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give everything back. Harmless when repeated."""
-        self.on_release(self)
 
 
 class DecisionLog:
@@ -127,9 +87,9 @@ class DecisionLog:
         self._listeners.append(listener)
 
     @contextmanager
-    def following(self, decision: DecisionRecord, *, tenant: str, attempt: int) -> Iterator[None]:
+    def following(self, decision: DecisionRecord, *, attempt: int) -> Iterator[None]:
         """Run an attempt inside the block and note how it ends, unless the attempt has noted that itself."""
-        decision.tenant, decision.attempt = tenant, attempt
+        decision.attempt = attempt
         ended = COMPLETED
         try:
             yield
@@ -226,7 +186,7 @@ def explain_one(decision: DecisionRecord, policy: str, now_s: float) -> pb.Decis
 
 def shown_workers(option: Plan | PlanCandidate, plan: Plan) -> tuple[str, str]:
     """Return the prefill and the decode worker of a plan, or of an option beside it, as clients see them."""
-    return (option.decode, "") if plan.pool is AnswerPool.PREFILL else (option.prefill or "", option.decode)
+    return (option.answering, "") if plan.pool is AnswerPool.PREFILL else (option.prefill or "", option.answering)
 
 
 def _candidate(candidate: PlanCandidate, plan: Plan) -> pb.Candidate:

@@ -110,7 +110,8 @@ class ModelFacts:
             return ""
         return (
             f"prompt and answer may have {self.max_model_len} tokens, not {self.context_length}: the largest decode"
-            " worker has pages for no more; give pools.decode more kv_memory_gib, or set model.max_model_len"
+            " worker has pages for no more; give pools.decode more kv_memory_gib (or num_blocks), or set"
+            " model.max_model_len"
         )
 
     def has_known(self, pool: AnswerPool) -> bool:

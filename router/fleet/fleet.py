@@ -18,10 +18,9 @@ from common.timing import timing_from_proto
 from common.trust.channels import Reach
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
+from router.fleet.booking import Booking, WorkerBooking
 from router.fleet.bookings import Bookings
-from router.fleet.decisions import Booking
 from router.fleet.facts import ModelFacts, WorkerEndpoint, WorkerFacts, check_report, find_mismatch, summarize
-from router.fleet.hold import Hold
 from router.fleet.index import PrefixIndex
 from router.fleet.link import RetiredMembers, WorkerLink
 from router.fleet.lives import LifeTracker
@@ -293,21 +292,21 @@ class Fleet:
             now_s = self._clock.monotonic()
             self.lives.note_ready(member.life, member.reported_s if member.is_silent else now_s - LOSS_SKEW_S)
 
-    def suspect(self, hold: Hold, why: str) -> None:
+    def suspect(self, booking: WorkerBooking, why: str) -> None:
         """After a failed call, take the worker out of use until it describes itself again; other calls go on."""
-        member = hold.member
+        member = booking.member
         worker_id = member.endpoint.worker_id
         if self._members.get(worker_id) is not member or member.state is not WorkerState.READY:
             return
-        if member.life == hold.life:
+        if member.life == booking.life:
             logger.warning("worker suspected: %s", why, extra={"worker_id": worker_id})
             self._enter(member, WorkerState.CONNECTING, why)
             self._links[worker_id].restart()
 
-    def note_ended(self, hold: Hold, *, num_failed: int = 0) -> None:
+    def note_ended(self, booking: WorkerBooking, *, num_failed: int = 0) -> None:
         """Count an attempt on one life of a worker that ended, and whether the worker failed it."""
-        if hold.member.life == hold.life:
-            hold.member.attempts.note(now_s=self._clock.monotonic(), num_failed=num_failed)
+        if booking.member.life == booking.life:
+            booking.member.attempts.note(now_s=self._clock.monotonic(), num_failed=num_failed)
 
     # Placement.
 
@@ -321,10 +320,10 @@ class Fleet:
         self._changed_loads.clear()
         return self._roster
 
-    def view(self, *, excluded: Collection[WorkerId]) -> FleetView:
-        """Return the ready workers that are not excluded."""
+    def view(self, pool: AnswerPool, *, excluded: Collection[WorkerId]) -> FleetView:
+        """Return the ready workers that are not excluded, for a request that a pool answers."""
         block_bytes = 0 if self.model is None else self.model.block_bytes
-        return self.roster.view(excluded=excluded, block_bytes=block_bytes)
+        return self.roster.view(pool, excluded=excluded, block_bytes=block_bytes)
 
     def load_version(self, worker_id: WorkerId) -> int:
         """Return a number that changes with the worker's reported load."""
@@ -332,8 +331,8 @@ class Fleet:
         return -1 if member is None else member.load_version
 
     def _on_released(self, booking: Booking) -> None:
-        for hold in booking.holds:
-            self._retired.close_unused(hold.member)
+        for part in booking.on_workers:
+            self._retired.close_unused(part.member)
         self._notify()
 
     async def _until_changed(self) -> None:

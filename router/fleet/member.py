@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from common.ports import with_port
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
+from router.fleet.booking import BookingSums, WorkerBooking
 from router.fleet.facts import WorkerEndpoint, WorkerFacts
-from router.fleet.hold import Hold, HoldSums
 from router.fleet.lives import AttemptCounts, Life
 from router.fleet.worker_client import WorkerClient
 from router.placement.loads import ProjectedLoad
@@ -35,7 +35,7 @@ class WorkerState(enum.Enum):
 class Member:
     """A worker of the membership.
 
-    The fleet changes its state and facts, `PoolTiming` its models of speed; bookings and attempts change its holds.
+    The fleet changes its state and facts, `PoolTiming` its models of speed; bookings and attempts change its bookings.
     """
 
     endpoint: WorkerEndpoint
@@ -68,16 +68,16 @@ class Member:
     """Model that the present life has reported."""
     load_version: int = 0
     """Number of reports that differed from the previous one."""
-    holds: dict[Hold, None] = field(default_factory=dict)
+    bookings: dict[WorkerBooking, None] = field(default_factory=dict)
     """Bookings on the present life, in order."""
-    unreported: dict[Hold, None] = field(default_factory=dict)
+    unreported: dict[WorkerBooking, None] = field(default_factory=dict)
     """Bookings that the last report does not include yet, in order."""
     num_users: int = 0
     """Bookings on any life for which the worker still has work; their calls use the channel."""
     changed: "set[Member]" = field(default_factory=set)
     """Members whose load has changed since the last look; the fleet's members share one set."""
-    _active: HoldSums = field(default_factory=HoldSums)
-    """Sums over `holds`, so that computing a load costs only the unreported ones."""
+    _active: BookingSums = field(default_factory=BookingSums)
+    """Sums over `bookings`, so that computing a load costs only the unreported ones."""
     _load: ProjectedLoad | None = None
     """Load as of the last change."""
 
@@ -105,7 +105,7 @@ class Member:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether its facts were accepted and still hold."""
+        """Whether its facts were accepted and still booking."""
         return self.facts is not None and self.state in (WorkerState.READY, WorkerState.CONNECTING)
 
     @property
@@ -123,35 +123,35 @@ class Member:
         """The state in one word."""
         return "draining" if self.is_draining and self.state is WorkerState.READY else self.state.value
 
-    def add_hold(self, hold: Hold) -> None:
+    def add_booking(self, booking: WorkerBooking) -> None:
         """Count a booking."""
-        self.holds[hold] = self.unreported[hold] = None
-        self._active.count(hold, 1)
+        self.bookings[booking] = self.unreported[booking] = None
+        self._active.count(booking, 1)
         self.num_users += 1
         self._touch()
 
-    def remove_hold(self, hold: Hold) -> None:
+    def remove_booking(self, booking: WorkerBooking) -> None:
         """Forget a booking on any life."""
-        if hold in self.holds:
-            del self.holds[hold]
-            self._active.count(hold, -1)
-        self.unreported.pop(hold, None)
+        if booking in self.bookings:
+            del self.bookings[booking]
+            self._active.count(booking, -1)
+        self.unreported.pop(booking, None)
         self._touch()
-        self.end_use(hold)
+        self.end_use(booking)
 
-    def end_use(self, hold: Hold) -> None:
+    def end_use(self, booking: WorkerBooking) -> None:
         """Note that the worker's part of a booking is done; it still counts as load. Harmless when repeated."""
-        if not hold.has_left:
-            hold.has_left = True
+        if not booking.has_left:
+            booking.has_left = True
             self.num_users -= 1
             assert self.num_users >= 0, f"{self.endpoint.worker_id}: num_users {self.num_users}"
 
     def begin_life(self, facts: WorkerFacts) -> None:
         """Take over the facts of an accepted worker; a new epoch voids the bookings on the old one."""
         if self.facts is None or self.facts.epoch != facts.epoch:
-            self.holds.clear()
+            self.bookings.clear()
             self.unreported.clear()
-            self._active = HoldSums()
+            self._active = BookingSums()
             self.reported_timing = None
             self.attempts = AttemptCounts()
             self.is_leaving = False
@@ -183,24 +183,24 @@ class Member:
         if not self.unreported:
             return
         num_accepted = Counter(accepted)
-        for hold in list(self.unreported):
-            if num_accepted[hold.request_id] > 0:
-                num_accepted[hold.request_id] -= 1
-            elif now_s - hold.booked_s < SETTLE_S:
+        for booking in list(self.unreported):
+            if num_accepted[booking.request_id] > 0:
+                num_accepted[booking.request_id] -= 1
+            elif now_s - booking.booked_s < SETTLE_S:
                 continue
-            del self.unreported[hold]
+            del self.unreported[booking]
 
     def take_timing(self, timing: TimingModel) -> None:
         """Use a new model of the worker's speed."""
         self.timing = timing
         self._touch()
 
-    def note_prefilled(self, hold: Hold) -> None:
+    def note_prefilled(self, booking: WorkerBooking) -> None:
         """Note the first token of a booking. Harmless when repeated."""
-        if hold in self.holds and not hold.is_prefilled:
-            self._active.count(hold, -1)
-            hold.is_prefilled = True
-            self._active.count(hold, 1)
+        if booking in self.bookings and not booking.is_prefilled:
+            self._active.count(booking, -1)
+            booking.is_prefilled = True
+            self._active.count(booking, 1)
             self._touch()
 
     def _touch(self) -> None:
@@ -224,15 +224,15 @@ class Member:
         num_free_slots = report.num_free_slots if report.HasField("num_free_slots") else math.inf
         num_context_tokens = report.num_context_tokens
         free_at_s = self.reported_s + report.prefill_backlog_s
-        for hold in self.unreported:
-            num_free_blocks -= hold.num_blocks
+        for booking in self.unreported:
+            num_free_blocks -= booking.num_blocks
             num_sequences += 1
-            num_decodes += hold.num_decodes
-            num_free_slots -= hold.num_decodes
-            num_context_tokens += hold.num_context_tokens
-            if not hold.is_prefilled:
-                num_pending_tokens += hold.num_missing_tokens
-                free_at_s = max(free_at_s, hold.booked_s) + hold.prefill_s
+            num_decodes += booking.num_decodes
+            num_free_slots -= booking.num_decodes
+            num_context_tokens += booking.num_context_tokens
+            if not booking.is_prefilled:
+                num_pending_tokens += booking.num_missing_tokens
+                free_at_s = max(free_at_s, booking.booked_s) + booking.prefill_s
         return ProjectedLoad(
             worker_id=self.endpoint.worker_id,
             num_blocks=self.facts.num_blocks,
@@ -248,7 +248,7 @@ class Member:
             prefill_free_at_s=free_at_s,
             num_cold_blocks=report.num_cold_blocks,
             num_cached_blocks=report.num_cached_blocks,
-            num_active_requests=len(self.holds),
+            num_active_requests=len(self.bookings),
             num_active_prefills=active.num_prefills,
             num_active_prefill_tokens=active.num_prompt_tokens,
             num_active_missing_tokens=active.num_missing_tokens,

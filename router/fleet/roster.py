@@ -60,12 +60,19 @@ class Roster:
             if pool is not None:
                 pool.replace(member.load())
 
-    def view(self, *, excluded: Collection[WorkerId], block_bytes: int) -> FleetView:
-        """Return the ready workers that are not excluded."""
+    def answering(self, pool: AnswerPool) -> PoolLoads:
+        """Return the workers of the pool that answers."""
+        return self.prefill if pool is AnswerPool.PREFILL else self.decode
+
+    def view(self, pool: AnswerPool, *, excluded: Collection[WorkerId], block_bytes: int) -> FleetView:
+        """Return the ready workers that are not excluded, for a request that a pool answers."""
+        answering, prefill, num_prefill = self.answering(pool), self.prefill, self.num_prefill
+        if answering is prefill:
+            prefill, num_prefill = PoolLoads(()), 0
         return FleetView(
-            prefill=self.prefill.without(excluded) if excluded else self.prefill,
-            decode=self.decode.without(excluded) if excluded else self.decode,
-            num_prefill=self.num_prefill,
+            prefill=prefill.without(excluded) if excluded else prefill,
+            decode=answering.without(excluded) if excluded else answering,
+            num_prefill=num_prefill,
             block_bytes=block_bytes,
             sources=self.ready,
         )
@@ -83,7 +90,7 @@ class Roster:
 
     def may_hold(self, request: PlacementRequest) -> bool:
         """Return False when no worker that answers such requests has room for it; see `PoolLoads.may_hold`."""
-        return (self.prefill if request.pool is AnswerPool.PREFILL else self.decode).may_hold(
+        return self.answering(request.pool).may_hold(
             num_sequences=request.num_samples,
             num_blocks=request.num_decode_blocks,
             num_growth_blocks=request.num_growth_blocks,

@@ -14,7 +14,7 @@ from common.ids import RequestId
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.http.calls import Call
 from router.http.exchange import Exchange
-from router.http.json_parts import members_parts, merged_parts, quote
+from router.http.json_parts import joined_parts, members_parts, merged_parts, quote
 from router.http.pieces import Piece, Prompt, Prompts, RequestFacts, by_sample, report_of, usage_of
 from router.http.styles import EMPTY_DELTA, Style, TokenTexts
 from router.record.record import Job
@@ -130,7 +130,7 @@ class StreamedAnswer(_StyledAnswer):
         self._prompts.note(position, delta)
         self._num_output_tokens += len(delta.tokens)
         pieces = [
-            Piece(index=first + sample, tokens=tokens, prompt=self._prompts.tell(position, first + sample))
+            Piece(index=first + sample, tokens=tokens, prompt=self._prompts.take(position, first + sample))
             for sample, tokens in by_sample(delta).items()
         ]
         parts = chain.from_iterable(map(self._event, pieces))
@@ -211,16 +211,18 @@ class GatheredAnswer(_StyledAnswer):
             "model": self._model,
         }
         yield f'{quote(head)[:-1]}, "choices": ['
-        about: dict[str, Any] = {}
+        told: Prompt | None = None
         for number, (position, index, tokens) in enumerate(self._best()):
-            prompt = self._prompts.tell(position, index)
+            prompt = self._prompts.take(position, index)
             yield ", " if number else ""
             yield from self._choice(Piece(index=index, tokens=tokens, prompt=prompt))
-            if prompt is not None and not self._style.prompt_ids_with_choice:
-                about |= self._about(prompt)
+            if not self._style.prompt_ids_with_choice:
+                told = told or prompt
         usage = usage_of(self.facts.values(), counts_output=not self._call.wants_only_echo)
         yield "], "
-        yield from members_parts({"usage": usage, **about, **self._report()})
+        if told is not None:
+            yield from self._about(told)
+        yield from members_parts({"usage": usage, **self._report()})
 
     def _best(self) -> Iterator[tuple[int, int, Sequence[sampling_pb2.SampleToken]]]:
         """Yield request, choice and tokens of the samples that are answered: the most probable ones of each request."""
@@ -237,21 +239,22 @@ class GatheredAnswer(_StyledAnswer):
         choice = {"index": piece.index, **self._style.choice(piece), "finish_reason": self._style.finish_reason(piece)}
         if self._call.wants_token_ids:
             choice["token_ids"] = piece.token_ids
+        yield "{"
         if piece.prompt is not None and self._style.prompt_ids_with_choice:
-            choice |= self._about(piece.prompt)
-        yield '{"logprobs": '
+            yield from self._about(piece.prompt)
+        yield '"logprobs": '
         yield from self._logprobs(piece)
         yield ", "
         yield from members_parts(choice)
 
-    def _about(self, prompt: Prompt) -> dict[str, Any]:
-        """Return what is wanted of a prompt itself."""
-        about: dict[str, Any] = {}
+    def _about(self, prompt: Prompt) -> Iterator[str]:
+        """Yield the members for what is wanted of a prompt itself in parts, with a comma behind each."""
         if self._call.wants_token_ids:
-            about["prompt_token_ids"] = prompt.token_ids.tolist()
+            yield f'"prompt_token_ids": {prompt.token_ids.tolist()}, '
         if self._call.wants_prompt_logprobs:
-            about["prompt_logprobs"] = self._style.prompt_logprobs(prompt)
-        return about
+            yield '"prompt_logprobs": ['
+            yield from joined_parts(self._style.prompt_logprobs(prompt))
+            yield "], "
 
 
 def _mean_logprob(tokens: Sequence[sampling_pb2.SampleToken]) -> float:

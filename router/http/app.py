@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -20,10 +21,10 @@ from prometheus_client import Counter
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import EngineFault, KvrelayError
+from common.errors import EngineFault, KvrelayError, Overloaded
 from common.metering import Metered
 from common.rpc import to_report
-from common.structured import TaskCensus
+from common.structured import TaskTracker
 from router.diagnosis.status import StatusReporter
 from router.doors.front_door import FrontDoor
 from router.http.answers import in_style
@@ -86,7 +87,7 @@ class HttpApp:
             ["path", "status"],
             registry=metrics.registry,
         )
-        self._census = TaskCensus()
+        self._tracker = TaskTracker()
         self._running: dict[Exchange, asyncio.Task[None]] = {}
         self._all_ended = asyncio.Event()
         self._is_stopping = False
@@ -135,9 +136,9 @@ class HttpApp:
             "metrics": inquiries.metrics,
             "version": inquiries.version,
             "openapi": inquiries.openapi,
-            "page": page.html,
-            "page_css": page.css,
-            "page_script": page.script,
+            "page": partial(page.file, "page.html"),
+            "page_css": partial(page.file, "page.css"),
+            "page_script": partial(page.file, "page.js"),
             "cluster": page.cluster,
         }
 
@@ -156,7 +157,7 @@ class HttpApp:
 
     async def serve(self, exchange: Exchange, handler: Handler) -> int:
         """Answer one request; returns its status, 499 when the client has left."""
-        async with self._census.owned(Metered(handler(exchange)), exchange.listen()) as (handling, listening):
+        async with self._tracker.owned(Metered(handler(exchange)), exchange.listen()) as (handling, listening):
             self._running[exchange] = handling
             try:
                 await asyncio.wait((handling, listening), return_when=asyncio.FIRST_COMPLETED)
@@ -168,8 +169,11 @@ class HttpApp:
         if exchange.is_gone:
             return CLIENT_CLOSED_REQUEST
         if error is None:
-            await exchange.close()
-        else:
+            try:
+                await exchange.close()
+            except Overloaded as refused:
+                error = refused
+        if error is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S if self._is_stopping else None):
                     await exchange.fail(error)

@@ -34,6 +34,7 @@ async def read_body(
     """
     tenant = await door.enter(exchange.metadata, needs_worker=needs_worker)
     exchange.pause = partial(door.turn, tenant)
+    exchange.unread = door.parts.admission.unread.holding(tenant, lambda _refused: exchange.break_off())
     with door.arriving(tenant) as holding:
         raw = await exchange.body(holding, timeout_s=BODY_TIMEOUT_S)
         call = await door.readers.read(reading, raw, tenant=tenant)

@@ -12,7 +12,7 @@ from functools import partial
 
 from common.errors import InvalidRequest, RequestError
 from common.pooling import Pooling, pooling_to_proto
-from common.structured import TaskCensus
+from common.structured import TaskTracker
 from common.wire import unpack_floats
 from kvrelay.v1 import inference_pb2 as pb
 from router.doors.front_door import Caller, FrontDoor
@@ -20,7 +20,7 @@ from router.doors.readers import Reading
 from router.http.bodies import read_body
 from router.http.calls import body_field, read_prompts, read_timeout, set_terms
 from router.http.exchange import Exchange
-from router.http.generation import Deadline, serve_all
+from router.http.generation import serve_all
 from router.http.pieces import RequestFacts, report_of, usage_of
 from router.http.schema import EmbeddingBody
 from router.http.strict import parse_body
@@ -74,20 +74,19 @@ class Embeddings:
 
     def __init__(self, door: FrontDoor) -> None:
         self._door = door
-        self._census = TaskCensus()
+        self._tracker = TaskTracker()
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a call up to the end of the response, which the application sends. Raises KvrelayError."""
-        door, deadline = self._door, Deadline()
-        life = door.new_life()
+        door, life = self._door, self._door.new_life()
         exchange.request_id = life.request_id
-        with door.account(life, time_left_s=deadline.left_s):
+        with door.account(life):
             tenant, call = await read_body(door, exchange, _READING)
-            deadline.set(call.timeout_s)
-            caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s, traceparent=exchange.traceparent)
+            life.end_within(call.timeout_s)
+            caller = Caller(tenant=tenant, life=life, traceparent=exchange.traceparent)
             answer = _Answer(call)
             serve = partial(self._serve, call, answer)
-            await serve_all(door, self._census, len(call.requests), caller, serve)
+            await serve_all(door, self._tracker, len(call.requests), caller, serve)
             exchange.finish_body(answer.render(), "application/json")
 
     async def _serve(self, call: EmbeddingCall, answer: "_Answer", position: int, caller: Caller) -> None:
@@ -125,8 +124,8 @@ class _Answer:
         """Return the document."""
         facts = [self._facts[position] for position in sorted(self._facts)]
         usage = usage_of(facts)
-        told = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]}
-        rest = {"model": self._model, "usage": told} | (
+        counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]}
+        rest = {"model": self._model, "usage": counts} | (
             {"kvrelay": report_of(facts)} if self._call.wants_report else {}
         )
         items = ",".join(self._items[position] for position in sorted(self._items))

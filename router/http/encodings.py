@@ -25,8 +25,8 @@ def encoding_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
     if given in (b"", b"identity"):
         return None
     if given not in _WINDOW_BITS:
-        told = given[:40].decode("latin-1")
-        raise HttpError(f"content-encoding {told!r} cannot be read: send gzip, deflate or none", UNSUPPORTED_ENCODING)
+        shown = given[:40].decode("latin-1")
+        raise HttpError(f"content-encoding {shown!r} cannot be read: send gzip, deflate or none", UNSUPPORTED_ENCODING)
     return given
 
 

@@ -52,12 +52,10 @@ STOPPING = ErrorKind(503, "server_error", "stopping")
 _LAST = (REQUEST_TIMEOUT, TOO_LARGE, FULL)
 """These end the connection: it would bring only the rest of a body, or takes a place that others need."""
 
-_BAD_REQUEST = ErrorKind(400, "invalid_request_error")
 _UNAVAILABLE = ErrorKind(503, "server_error", "unavailable")
 _KINDS: dict[type[KvrelayError], ErrorKind] = {
     KvrelayError: ErrorKind(500, "server_error"),
-    errors.RequestError: _BAD_REQUEST,
-    errors.InvalidRequest: _BAD_REQUEST,
+    errors.RequestError: ErrorKind(400, "invalid_request_error"),
     errors.PromptTooLong: ErrorKind(400, "invalid_request_error", "context_length_exceeded"),
     errors.UnknownModel: ErrorKind(404, "invalid_request_error", "model_not_found"),
     errors.Unauthenticated: ErrorKind(401, "invalid_request_error", "invalid_api_key"),
@@ -68,22 +66,19 @@ _KINDS: dict[type[KvrelayError], ErrorKind] = {
     errors.Cancelled: _UNAVAILABLE,  # never seen: a client that cancels reads no answer
     errors.Unreachable: _UNAVAILABLE,
     errors.TransferError: _UNAVAILABLE,
-    errors.KvIncomplete: _UNAVAILABLE,
-    errors.KvCorrupt: _UNAVAILABLE,
-    errors.HandoffGone: _UNAVAILABLE,
-    errors.LayoutMismatch: _UNAVAILABLE,
     errors.WorkerError: _UNAVAILABLE,
-    errors.StaleEpoch: _UNAVAILABLE,
-    errors.WorkerLost: _UNAVAILABLE,
     errors.EngineFault: ErrorKind(500, "server_error", "engine_fault"),
     # Not 500, which client libraries answer by sending the request again.
     errors.CrashSuspected: ErrorKind(422, "invalid_request_error", "crash_suspected"),
 }
+"""Forms of classes of errors, and of those derived from them."""
 
 
 def kind_of(error: KvrelayError) -> ErrorKind:
     """Return the HTTP form of an error."""
-    return error.kind if isinstance(error, HttpError) else _KINDS[type(error)]
+    if isinstance(error, HttpError):
+        return error.kind
+    return next(_KINDS[each] for each in type(error).__mro__ if each in _KINDS)
 
 
 def error_of(error: KvrelayError) -> dict[str, Any]:

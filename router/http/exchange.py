@@ -6,7 +6,8 @@ by `finish`: after a complete response the server reports a disconnect as well.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -63,6 +64,8 @@ class Exchange:
         """Whether the client has left."""
         self.pause: Callable[[], Awaitable[None]] = one_turn
         """Awaited between parts of an answer that take some milliseconds each."""
+        self.unread: AbstractContextManager[Holding | None] = nullcontext()
+        """Share of the tenant in the bound on whole answers that clients have not read."""
         self.left_out: Sequence[str] = ()
         """Parts of the request without an effect; a header of the response names them."""
         self._is_silent = True
@@ -72,7 +75,7 @@ class Exchange:
 
     @property
     def metadata(self) -> list[tuple[str, str | bytes]]:
-        """The headers that the doorkeeper reads; without `authorization` a key may be in `x-api-key`."""
+        """The headers that the authenticator reads; without `authorization` a key may be in `x-api-key`."""
         given: list[tuple[str, str | bytes]] = [
             (name.decode("latin-1"), value) for name, value in self.headers if name == b"authorization"
         ]
@@ -183,10 +186,14 @@ class Exchange:
         self._document = ((body,), [(b"content-type", content_type.encode())])
 
     async def close(self) -> None:
-        """Send what was set, and end the response."""
+        """Send what was set, and end the response.
+
+        Raises Overloaded, before the response begins, when the tenant has too many whole answers unread.
+        """
         if self._document is not None:
             parts, headers = self._document
-            await self.respond(200, await self._made(parts), headers)
+            with self.unread as unread:
+                await self.respond(200, await self._made(_held(parts, unread)), headers)
             return
         await self.write(b"".join(await self._made(self._last)))
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -200,6 +207,10 @@ class Exchange:
 
         await for_each(parts, add, self.pause)
         return made
+
+    def break_off(self) -> None:
+        """Break the connection, whose client reads too slowly while other tenants need the memory."""
+        self.scope["state"]["connection"].drop()
 
     async def respond(self, status: int, parts: Sequence[bytes], headers: Headers) -> None:
         """Send a whole response."""
@@ -217,8 +228,8 @@ class Exchange:
         if not self.status:
             await self.respond(kind_of(error).status, [body], [*JSON, *error_headers(error)])
             return
-        told = self.failure_events
-        self.finish(((self._dialect.event_open + body + b"\n\n").decode(),) if told is None else told(error))
+        events_of = self.failure_events
+        self.finish(((self._dialect.event_open + body + b"\n\n").decode(),) if events_of is None else events_of(error))
         await self.close()
 
     async def _start(self, status: int, headers: Headers) -> None:
@@ -227,3 +238,11 @@ class Exchange:
         if self.request_id is not None:
             headers = [*headers, (self._dialect.request_id_header, self.request_id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _held(parts: Iterable[str | bytes], holding: Holding | None) -> Iterator[str | bytes]:
+    """Yield parts that are held from then on. Raises Overloaded when they may not be."""
+    for part in parts:
+        if holding is not None and (refused := holding.grow(len(part))) is not None:
+            raise refused.error()
+        yield part

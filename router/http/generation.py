@@ -4,14 +4,13 @@ Every prompt of a call is a request of its own, with its own accounting and plac
 the call fails at once and the others are cancelled.
 """
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from common.errors import InvalidRequest, RequestError
-from common.structured import TaskCensus, all_or_first_failure
+from common.structured import TaskTracker, all_or_first_failure
 from router.doors.front_door import Caller, FrontDoor
 from router.doors.readers import Reading
 from router.http.answers import Answer, MakeAnswer
@@ -38,25 +37,9 @@ def read_chat(raw: bytes) -> Call:
     return chat_call(parse_body(ChatBody, raw))
 
 
-class Deadline:
-    """Deadline of a call, known once its body has been read."""
-
-    def __init__(self) -> None:
-        self._at_s: float | None = None
-
-    def set(self, timeout_s: float | None) -> None:
-        """Set it; None leaves the call without one."""
-        if timeout_s is not None:
-            self._at_s = asyncio.get_running_loop().time() + timeout_s
-
-    def left_s(self) -> float | None:
-        """Return the seconds left; None without a deadline."""
-        return None if self._at_s is None else self._at_s - asyncio.get_running_loop().time()
-
-
 async def serve_all(
     door: FrontDoor,
-    census: TaskCensus,
+    tracker: TaskTracker,
     num_requests: int,
     first: Caller,
     serve: Callable[[int, Caller], Coroutine[Any, Any, None]],
@@ -65,17 +48,18 @@ async def serve_all(
 
     The others begin in turns of the event loop. Raises the first failure, which cancels the others.
     """
+    deadline_s = first.life.deadline_s
 
     async def another(position: int) -> None:
         await door.turn(first.tenant)
-        caller = replace(first, life=door.new_life())
-        with door.account(caller.life, time_left_s=caller.time_left_s):
+        caller = replace(first, life=door.new_life(deadline_s=deadline_s))
+        with door.account(caller.life):
             await serve(position, caller)
 
     if num_requests == 1:
         await serve(0, first)
         return
-    async with census.owned(serve(0, first), *map(another, range(1, num_requests))) as tasks:
+    async with tracker.owned(serve(0, first), *map(another, range(1, num_requests))) as tasks:
         await all_or_first_failure(tasks)
 
 
@@ -97,21 +81,20 @@ class GenerationEndpoint:
         self._body_field = body_field
         self._reading = Reading(read, Call)
         self._make_answer = answer
-        self._census = TaskCensus()
+        self._tracker = TaskTracker()
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a call up to the end of the response, which the application sends. Raises KvrelayError."""
-        door, deadline = self._door, Deadline()
-        life = door.new_life()
+        door, life = self._door, self._door.new_life()
         exchange.request_id = life.request_id
-        with door.account(life, time_left_s=deadline.left_s):
+        with door.account(life):
             tenant, call = await read_body(door, exchange, self._reading)
-            deadline.set(call.timeout_s)
+            life.end_within(call.timeout_s)
             answer = self._make_answer(call, door.reader.codec.decode_pieces, exchange, life.request_id)
-            caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s, traceparent=exchange.traceparent)
+            caller = Caller(tenant=tenant, life=life, traceparent=exchange.traceparent)
             with door.parts.admission.unsent.holding(tenant) as whole:
                 serve = partial(self._serve, call, answer, whole)
-                await serve_all(door, self._census, len(call.requests), caller, serve)
+                await serve_all(door, self._tracker, len(call.requests), caller, serve)
                 answer.finish()
 
     async def _serve(self, call: Call, answer: Answer, whole: Holding, position: int, caller: Caller) -> None:
@@ -126,7 +109,7 @@ class GenerationEndpoint:
         """Serve one request; `whole` holds what has come of an answer that is sent whole."""
         request, door = call.requests[position], self._door
         text = request.text if call.wants_echo and not request.HasField("truncate_prompt_tokens") else ""
-        async with door.serving(request, caller) as served, self._census.owned(*answer.beside()):
+        async with door.serving(request, caller) as served, self._tracker.owned(*answer.beside()):
             _check_size(call, served.job)
             facts = answer.facts[position] = RequestFacts(served.job.request_id)
             echo = await self._echo(text, served.job, caller.tenant) if call.wants_echo else None

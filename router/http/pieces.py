@@ -54,7 +54,7 @@ class Prompts:
 
     def __init__(self) -> None:
         self._prompts: dict[int, Prompt] = {}
-        self._told: set[int] = set()
+        self._taken: set[int] = set()
 
     def open(self, position: int, prompt: Prompt) -> None:
         """Begin a request."""
@@ -65,11 +65,11 @@ class Prompts:
         if delta.prompt_logprobs:
             self._prompts[position] = replace(self._prompts[position], logprobs=delta.prompt_logprobs)
 
-    def tell(self, position: int, index: int) -> Prompt | None:
+    def take(self, position: int, index: int) -> Prompt | None:
         """Return the prompt for a choice's first piece, None afterwards."""
-        if index in self._told:
+        if index in self._taken:
             return None
-        self._told.add(index)
+        self._taken.add(index)
         return self._prompts[position]
 
 
@@ -113,9 +113,9 @@ def report_of(requests: Iterable[RequestFacts]) -> dict[str, Any]:
 
 def _report(facts: RequestFacts) -> dict[str, Any]:
     plans = [{**_plain(plan), "kind": PLAN_KIND_NAMES[plan.kind]} for plan in facts.plans]
-    told = _plain(facts.completed)
-    told["transfer"]["transport"] = TRANSPORT_NAMES.get(facts.completed.transfer.transport)
-    return {"request_id": facts.request_id, "plans": plans, **told}
+    completed = _plain(facts.completed)
+    completed["transfer"]["transport"] = TRANSPORT_NAMES.get(facts.completed.transfer.transport)
+    return {"request_id": facts.request_id, "plans": plans, **completed}
 
 
 def _plain(message: Message) -> dict[str, Any]:

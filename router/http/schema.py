@@ -102,12 +102,12 @@ def _sampling_field(parameter: Parameter) -> Any:
     if parameter.type == Texts:
         annotation = Annotated[annotation, BeforeValidator(_as_list, json_schema_input_type=str | annotation)]
     # The document alone states the limits: numbers are checked with the request.
-    told: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if parameter.type in (float, int):
         is_open = parameter.is_open and parameter.option not in _LOWEST
-        told["exclusiveMinimum" if is_open else "minimum"] = _LOWEST.get(parameter.option, parameter.least)
-        told["maximum"] = parameter.most
-    return annotation, Field(default=None, description=parameter.meaning, json_schema_extra=told)
+        extra["exclusiveMinimum" if is_open else "minimum"] = _LOWEST.get(parameter.option, parameter.least)
+        extra["maximum"] = parameter.most
+    return annotation, Field(default=None, description=parameter.meaning, json_schema_extra=extra)
 
 
 def _as_list(value: Any) -> Any:

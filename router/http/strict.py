@@ -39,7 +39,7 @@ def const_schema(value: str) -> dict[str, Any]:
     return {"type": "string", "const": value}
 
 
-def _tell_closed(schema: dict[str, Any], kind: type[BaseModel]) -> None:
+def _describe_closed(schema: dict[str, Any], kind: type[BaseModel]) -> None:
     """Say in the schema of an object which further members it may have."""
     assert issubclass(kind, Strict)
     if kind.is_closed:
@@ -55,7 +55,7 @@ class Strict(BaseModel):
         allow_inf_nan=False,
         extra="allow",
         use_attribute_docstrings=True,
-        json_schema_extra=_tell_closed,
+        json_schema_extra=_describe_closed,
     )
     special_tokens: ClassVar[bool | None] = None
     """The one value of `add_special_tokens` that is allowed, where it has a meaning."""

@@ -64,12 +64,11 @@ class Style(ABC):
     def logprobs(self, piece: Piece) -> Iterator[dict[str, list[Any] | None]]:
         """Yield the log-probabilities of a piece in slices of the same members, at least one; pieces come in order."""
 
-    def prompt_logprobs(self, prompt: Prompt) -> list[dict[str, Any] | None]:
-        """Return those of each token of a prompt by id; None for the first one, which nothing precedes."""
-        return [
-            self._by_id(position) if position.HasField("chosen") else None
-            for position in _padded(prompt.logprobs, len(prompt.token_ids))
-        ]
+    def prompt_logprobs(self, prompt: Prompt) -> Iterator[list[dict[str, Any] | None]]:
+        """Yield those of each token of a prompt by id, in slices; None for the first token, which nothing precedes."""
+        positions = _padded(prompt.logprobs, len(prompt.token_ids))
+        for start, end in _slices(len(positions), positions[-1:]):
+            yield [self._by_id(each) if each.HasField("chosen") else None for each in positions[start:end]]
 
     def _by_id(self, position: sampling_pb2.PositionLogprobs) -> dict[str, Any]:
         """Return the token of a position, then the most probable ones; one that is not among those has no rank."""

@@ -17,7 +17,7 @@ What a request really gets corrects what its tenant was charged for the plan: `c
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -28,15 +28,15 @@ from common.wire import message_of
 from kvrelay.v1 import inference_pb2
 from router.fleet.fleet import Fleet
 from router.line.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue
-from router.line.lanes import lanes_of, newcomers_lanes_of, share_of
 from router.line.turns import Turns
+from router.line.wait import Wait
 from router.observe.metrics import TenantMetrics
 from router.placement.answer_pool import AnswerPool
 from router.placement.limits import Pace
 from router.placement.waits import PoolWaits
 from router.record.account import Account, Service, account_above, open_account
 from router.record.budget import Budget, Holding
-from router.record.ticket import QueuedRequest, Ticket
+from router.record.ticket import Ticket
 from router.tenants import ANYBODY, NO_TERMS, Overload, Tenant, Terms
 
 MIN_QUEUED = 512
@@ -47,6 +47,8 @@ MAX_ARRIVING_BYTES = 32 << 20
 """Bytes of a tenant's requests that have begun to arrive and have not been read; of all tenants four times as many."""
 MAX_UNSENT_ENTRIES = 4 << 20
 """The same for tokens and log-probabilities that wait for clients, or for the end of answers that are sent whole."""
+MAX_UNREAD_BYTES = 256 << 20
+"""The same for whole answers, from when they are written until their clients have read them; the largest has 100 MB."""
 SECOND_COST = 10_000.0
 """Cost in the fair queue of a second of the router, or of compiling: that of so many prompt tokens."""
 QUEUED_PER_WORKER = 4
@@ -60,14 +62,14 @@ class Admission:
         self,
         *,
         fleet: Fleet,
-        queue: FairQueue[QueuedRequest],
+        queues: Mapping[AnswerPool, FairQueue[Wait]],
         clock: Clock,
         max_queued: int | None,
         metrics: TenantMetrics,
     ) -> None:
-        """`queue` is the line's: tenants are charged there, and held back while they have all that they may have."""
+        """`queues` are the line's: tenants are charged there, and held back while they have all that they may have."""
         self._fleet = fleet
-        self._queue = queue
+        self._queues = queues.values()
         self._clock = clock
         self._max_queued = max_queued
         self._metrics = metrics
@@ -77,7 +79,7 @@ class Admission:
         self.num_refused = 0
         """Requests refused before any worker was asked for anything."""
         self.waits = {pool: PoolWaits(clock, pool) for pool in AnswerPool}
-        """Waits in line, by whether the prefill pool answers."""
+        """Waits in line, by the pool that answers."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when a tenant may have another request with a plan."""
         self._accounts: dict[str, Account] = {}
@@ -89,6 +91,7 @@ class Admission:
             most_in_all=4 * MAX_UNSENT_ENTRIES,
         )
         self.arrivals = Budget("bytes of unread requests", most=MAX_ARRIVING_BYTES, most_in_all=4 * MAX_ARRIVING_BYTES)
+        self.unread = Budget("bytes of unread answers", most=MAX_UNREAD_BYTES, most_in_all=4 * MAX_UNREAD_BYTES)
         self._num_arriving: Counter[str] = Counter()
         metrics.watch(lambda: self.accounts)
 
@@ -214,8 +217,8 @@ class Admission:
         self._charge_seconds(ticket.account, seconds)
 
     def _charge_seconds(self, account: Account, seconds: float) -> None:
-        for lane in lanes_of(account.tenant.name):
-            self._queue.charge(lane, SECOND_COST * seconds)
+        for queue in self._queues:
+            queue.charge(account.tenant.name, SECOND_COST * seconds)
 
     @contextmanager
     def inquiry(self, tenant: Tenant) -> Iterator[None]:
@@ -288,8 +291,8 @@ class Admission:
         account.num_active += 1
         self._charge(ticket, expected)
         if account.is_full:
-            for lane in newcomers_lanes_of(account.tenant.name):
-                self._queue.hold(lane)
+            for queue in self._queues:
+                queue.hold(account.tenant.name)
             for waits in self.waits.values():
                 waits.hold(account.tenant.name)
 
@@ -321,8 +324,8 @@ class Admission:
         """Let the tenant's requests have plans; returns whether it may have another one."""
         if account.is_full:
             return False
-        for lane in newcomers_lanes_of(account.tenant.name):
-            self._queue.release(lane)
+        for queue in self._queues:
+            queue.release(account.tenant.name)
         for waits in self.waits.values():
             waits.release(account.tenant.name)
         return True
@@ -330,8 +333,8 @@ class Admission:
     def _charge(self, ticket: Ticket, service: Service) -> None:
         """Make `service` the whole charge of a request."""
         cost = cost_of(service) - cost_of(ticket.service)
-        for lane in lanes_of(ticket.account.tenant.name):
-            self._queue.charge(lane, cost * share_of(lane, ticket))
+        for queue in self._queues:
+            queue.charge(ticket.account.tenant.name, cost)
         ticket.service = service
 
     def _account(self, tenant: Tenant, now_s: float) -> Account:
@@ -339,8 +342,8 @@ class Admission:
         if account is None:
             account = self._accounts[tenant.name] = open_account(tenant, now_s=now_s, on_cost=self.charge_time)
             yields = tenant.overload is Overload.YIELD
-            for lane in lanes_of(tenant.name):
-                self._queue.add_tenant(lane, weight=tenant.weight, yields=yields)
+            for queue in self._queues:
+                queue.add_tenant(tenant.name, weight=tenant.weight, yields=yields)
         return account
 
 

@@ -11,11 +11,8 @@ from common.clock import Clock
 from router.choosing.shares import Shares
 from router.fleet.fleet import Fleet
 from router.line.admission import Admission
-from router.line.lanes import tenant_of
-from router.line.tenant_queue import Place
-from router.placement.answer_pool import AnswerPool
+from router.line.wait import Wait
 from router.placement.plans import PlacementRequest
-from router.record.ticket import QueuedRequest
 
 CLAIM_S = 2.0
 """How long a claim stands at most; workers give room back within a step and a report."""
@@ -32,20 +29,20 @@ class Claims:
         self._admission = admission
         self._clock = clock
         self._shares = Shares(fleet, clock)
-        self._until_s: dict[Place[QueuedRequest], float] = {}
+        self._until_s: dict[Wait, float] = {}
         """When each claim ends that stands."""
         self._is_measured = False
         """Whether the shares were measured in this search of the line."""
         self._num_failed = 0
         """Requests that have looked in vain in this search."""
 
-    def standing(self) -> list[Place[QueuedRequest]]:
+    def standing(self) -> list[Wait]:
         """Begin a search of the line: return the requests whose claims stand, in the order of the claims."""
         self._is_measured, self._num_failed = False, 0
         now_s = self._clock.monotonic()
-        for place, until_s in list(self._until_s.items()):
-            if not place.is_waiting or place.item.is_settled or until_s <= now_s:
-                self.end(place)
+        for wait, until_s in list(self._until_s.items()):
+            if not wait.is_waiting or wait.is_settled or until_s <= now_s:
+                self.end(wait)
         return list(self._until_s)
 
     @property
@@ -53,51 +50,51 @@ class Claims:
         """Time at which the first claim ends; infinite without any."""
         return min(self._until_s.values(), default=math.inf)
 
-    def end(self, place: Place[QueuedRequest]) -> None:
+    def end(self, wait: Wait) -> None:
         """Let others have the room."""
-        del self._until_s[place]
+        del self._until_s[wait]
 
-    def with_a_place(self, lane: str) -> float:
-        """Return what share of the pool the tenant of a lane would have with one more place."""
+    def with_a_place(self, tenant: str) -> float:
+        """Return what share of the pool a tenant would have with one more place."""
         self._measure()
-        return self._shares.with_a_place(tenant_of(lane))
+        return self._shares.with_a_place(tenant)
 
     def note_plan(self, request: PlacementRequest) -> None:
         """Count a request that has got a plan."""
         self._shares.add(request)
 
-    def make(self, place: Place[QueuedRequest]) -> bool:
+    def make(self, wait: Wait) -> bool:
         """Set answers back for a request that was refused, if it may have their room; returns whether it may."""
-        queued, request, now_s = place.item, place.item.search.request, self._clock.monotonic()
-        may_look = queued.lacks_room and now_s >= queued.claims_again_s and self._num_failed < MAX_FAILED
-        if request.pool is AnswerPool.PREFILL or not may_look:
+        request, retry, now_s = wait.request, wait.retry, self._clock.monotonic()
+        may_look = now_s >= wait.claims_again_s and self._num_failed < MAX_FAILED
+        if retry is None or not (retry.lacks_room and may_look):
             return False
         self._measure()
         # Where the gaps of running answers close a full pool, one answer goes for one that comes.
-        victims = self._shares.find_victims(request, replaces=not queued.search.needs_room)
+        victims = self._shares.find_victims(request, replaces=not retry.needs_room)
         for victim in victims:
             victim.set_back()
-            self._admission.note_set_back(victim.tenant)
-        queued.claims_again_s = now_s + RETRY_S
+            self._admission.note_set_back(victim.tenant.name)
+        wait.claims_again_s = now_s + RETRY_S
         if victims:
-            self._until_s[place] = now_s + CLAIM_S
+            self._until_s[wait] = now_s + CLAIM_S
             self._is_measured = False
         else:
             self._num_failed += 1
         return bool(victims)
 
-    def renew(self, place: Place[QueuedRequest]) -> None:
+    def renew(self, wait: Wait) -> None:
         """Set further answers back when a claim's pages have gone to the growth of those that stayed, else end it."""
         self._measure()
-        has_left = not self._shares.is_leaving and self._shares.has_places(place.item.search.request)
-        if not has_left or self._clock.monotonic() < place.item.claims_again_s:
+        has_left = not self._shares.is_leaving and self._shares.has_places(wait.request)
+        if not has_left or self._clock.monotonic() < wait.claims_again_s:
             return
-        until_s = self._until_s.pop(place)
+        until_s = self._until_s.pop(wait)
         self._is_measured = False
-        if self.make(place):
-            self._until_s[place] = until_s
+        if self.make(wait):
+            self._until_s[wait] = until_s
 
     def _measure(self) -> None:
         if not self._is_measured:
-            self._shares.measure(place.item.search.request for place in self._until_s)
+            self._shares.measure(wait.request for wait in self._until_s)
             self._is_measured = True

@@ -17,7 +17,7 @@ long. One request at a time may exceed it, so that none is too long for ever.
 import heapq
 import math
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from router.line.queued_work import QueuedWork, Rank
 
@@ -25,7 +25,7 @@ AGEING = 0.3
 """Seconds of prefill that a second of waiting outweighs."""
 _MIN_STALE = 64
 
-T = TypeVar("T")
+P = TypeVar("P", bound="Place")
 
 
 def rank(*, priority: int, work_s: float, due_s: float, number: int) -> Rank:
@@ -33,23 +33,21 @@ def rank(*, priority: int, work_s: float, due_s: float, number: int) -> Rank:
     return (-priority, work_s + AGEING * due_s, number)
 
 
-@dataclass(slots=True, eq=False)
-class Place(Generic[T]):
-    """The place of one item in line."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Place:
+    """A place in line; what waits there extends it. The first four fields are set before, the others by the queue."""
 
-    item: T
-    tenant: str
-    """FIRST for items before all newcomers."""
-    queue: "TenantQueue[T]"
-    rank: Rank
+    rank: Rank = ()
+    """Key within its tenant's queue; low goes first."""
     due_s: float = math.inf
-    """Time after which the item is late."""
+    """Time after which it is late."""
     work_s: float = 0.0
     """Time that one worker spends on it; 0: not counted in what is before others."""
     deadline_s: float = math.inf
-    """Time at which it gives up; late items go in this order."""
+    """Time at which it gives up; late ones go in this order."""
+    queue: "TenantQueue[Any]" = field(init=False)
     number: int = 0
-    """Position in the order in which items came to the queue."""
+    """Position in the order in which places came to the queue."""
     is_late: bool = False
     """Whether it was found late."""
     is_waiting: bool = False
@@ -72,23 +70,24 @@ class Place(Generic[T]):
             self.counted = None
 
 
-_Entry = tuple[Rank, int, Place[T]]
-"""Key, position in the order of arrival, and the item."""
+_Entry = tuple[Rank, int, P]
+"""Key, number of the place as it was then, and the place, which may have left, or returned, since."""
 
 
 @dataclass(slots=True, eq=False)
-class TenantQueue(Generic[T]):
-    """Items of one tenant. The heaps include places that are no longer waiting; `heap` includes late ones, too."""
+class TenantQueue(Generic[P]):
+    """Places of one tenant. The heaps include places that are no longer waiting; `heap` includes late ones, too."""
 
+    name: str
     weight: float
     late_share: float = 0.0
     yields: bool = False
     """Late items go after the items of all tenants."""
-    heap: list[_Entry[T]] = field(default_factory=list)
+    heap: list[_Entry[P]] = field(default_factory=list)
     """Items by rank."""
-    due: list[_Entry[T]] = field(default_factory=list)
+    due: list[_Entry[P]] = field(default_factory=list)
     """Items by the time after which they are late."""
-    late: list[_Entry[T]] = field(default_factory=list)
+    late: list[_Entry[P]] = field(default_factory=list)
     """Items that were found late, by priority and deadline."""
     work: QueuedWork = field(default_factory=QueuedWork)
     """Work of the waiting items that were not found late."""
@@ -106,15 +105,15 @@ class TenantQueue(Generic[T]):
         """Whether it has items that may be served now."""
         return self.num_waiting > 0 and not self.is_held
 
-    def add(self, place: Place[T]) -> None:
+    def add(self, place: P) -> None:
         """Put a new item in line."""
         self.num_added += 1
-        place.number = self.num_added
+        place.queue, place.number, place.is_late = self, self.num_added, False
         if place.due_s != math.inf:
             heapq.heappush(self.due, ((place.due_s,), place.number, place))
         self.restore(place)
 
-    def restore(self, place: Place[T]) -> None:
+    def restore(self, place: P) -> None:
         """Put an item that was taken out back at the same place."""
         place.is_waiting = True
         self.num_waiting += 1
@@ -123,16 +122,16 @@ class TenantQueue(Generic[T]):
         else:
             heapq.heappush(self.heap, (place.rank, place.number, place))
 
-    def remove(self, place: Place[T]) -> None:
+    def remove(self, place: P) -> None:
         """Take a waiting item out of line; the heaps forget it when they hold too many such ones."""
         place.is_waiting = False
         self.num_waiting -= 1
         for heap in (self.heap, self.due, self.late):
             if len(heap) > max(2 * self.num_waiting, _MIN_STALE):
-                heap[:] = [entry for entry in heap if entry[-1].is_waiting]
+                heap[:] = filter(_stands, heap)
                 heapq.heapify(heap)
 
-    def take(self, now_s: float) -> Place[T]:
+    def take(self, now_s: float) -> P:
         """Take out the next item; at least one waits."""
         self._find_late(now_s)
         late, in_time = _first(self.late), _first(self.heap)
@@ -162,7 +161,7 @@ class TenantQueue(Generic[T]):
     def _has_late_turn(self) -> bool:
         return not self.yields and self.late_share > 0 >= self.late_debt
 
-    def grant(self, place: Place[T], work: float) -> None:
+    def grant(self, place: P, work: float) -> None:
         """Count the work of an item that is served, for the share of late ones."""
         if place.is_late and _first(self.heap) is not None:
             self.late_debt += (1 - self.late_share) * work
@@ -172,32 +171,38 @@ class TenantQueue(Generic[T]):
             self.late_debt = max(self.late_debt - paid, -paid)
 
     def _find_late(self, now_s: float) -> None:
-        while self.due and self.due[0][-1].due_s < now_s:
-            place = heapq.heappop(self.due)[-1]
-            if place.is_waiting:
-                self.note_late(place)
-                self._add_late(place)
+        while self.due and self.due[0][0] < (now_s,):
+            entry = heapq.heappop(self.due)
+            if _stands(entry):
+                self.note_late(entry[-1])
+                self._add_late(entry[-1])
 
-    def note_late(self, place: Place[T]) -> None:
+    def note_late(self, place: P) -> None:
         """Count an item among the late ones."""
         place.is_late = True
         place.count_in(self.late_work, late_rank(place))
 
-    def _add_late(self, place: Place[T]) -> None:
+    def _add_late(self, place: P) -> None:
         heapq.heappush(self.late, (late_rank(place), place.number, place))
 
 
-def _first(heap: list[_Entry[T]]) -> Place[T] | None:
+def _stands(entry: _Entry[P]) -> bool:
+    """Return whether a place waits where it was entered."""
+    _key, number, place = entry
+    return place.is_waiting and place.number == number
+
+
+def _first(heap: list[_Entry[P]]) -> P | None:
     """Return the first item that waits in the heap."""
     while heap:
         key, _number, place = heap[0]
-        # A late item stays in the heap where it stood while it was in time.
-        if place.is_waiting and not (place.is_late and key is place.rank):
+        # A late one stays in the heap where it stood while it was in time.
+        if _stands(heap[0]) and not (place.is_late and key is place.rank):
             return place
         heapq.heappop(heap)
     return None
 
 
-def late_rank(place: Place[T]) -> Rank:
+def late_rank(place: Place) -> Rank:
     """Return the key of an item among those that are late: its priority, then its deadline."""
     return place.rank[0], place.deadline_s, place.number

@@ -8,9 +8,10 @@ stays quick: it answers health checks, and every running stream.
 """
 
 import asyncio
-import time
 from collections import Counter
+from dataclasses import dataclass
 
+from common.clock import turn_time_s
 from common.errors import RefusalCause, Refused
 from router.line.fair_queue import FairQueue
 from router.line.tenant_queue import Place, rank
@@ -25,11 +26,18 @@ LONG_S, SHORT_S = 0.004, 0.002
 """Length of a turn above which fewer begin in the next one, and below which more do."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Turn(Place):
+    """Work that waits for the event loop."""
+
+    begins: "asyncio.Future[None]"
+
+
 class Turns:
     """The line for the event loop. Event loop only."""
 
     def __init__(self) -> None:
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._queue: FairQueue[_Turn] = FairQueue()
         self._num_waiting: Counter[str] = Counter()
         self._pace = Pace()
         self._num_asked = 0
@@ -52,7 +60,7 @@ class Turns:
         if not len(self._queue) and self._num_begun < self._num_allowed:
             self._begin()
             return None
-        name, now_s = tenant.name, time.monotonic()
+        name, now_s = tenant.name, turn_time_s()
         if self._num_waiting[name] >= MAX_WAITING and not is_running:
             reason = f"tenant {name}: {MAX_WAITING} requests wait to be read"
             return Refused(
@@ -62,15 +70,15 @@ class Turns:
             self._pace.begin(now_s)
         self._num_asked += 1
         self._queue.add_tenant(name, weight=tenant.weight)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         key = rank(priority=0, work_s=0.0, due_s=0.0, number=self._num_asked)
-        place = self._queue.push(turn, tenant=name, rank=key)
+        turn = _Turn(rank=key, begins=asyncio.get_running_loop().create_future())
+        self._queue.push(turn, tenant=name)
         self._num_waiting[name] += 1
         self._arm()
         try:
-            await turn
+            await turn.begins
         finally:
-            self._leave(place)
+            self._leave(turn)
         return None
 
     def charge(self, tenant: Tenant, seconds: float) -> None:
@@ -78,11 +86,12 @@ class Turns:
         self._queue.add_tenant(tenant.name, weight=tenant.weight)
         self._queue.charge(tenant.name, seconds)
 
-    def _leave(self, place: Place[asyncio.Future[None]]) -> None:
-        self._queue.discard(place)
-        self._num_waiting[place.tenant] -= 1
-        if not self._num_waiting[place.tenant]:
-            del self._num_waiting[place.tenant]
+    def _leave(self, turn: _Turn) -> None:
+        self._queue.discard(turn)
+        tenant = turn.queue.name
+        self._num_waiting[tenant] -= 1
+        if not self._num_waiting[tenant]:
+            del self._num_waiting[tenant]
 
     def _begin(self) -> None:
         self._num_begun += 1
@@ -91,23 +100,23 @@ class Turns:
     def _arm(self) -> None:
         """Have the next turn of the loop noticed."""
         if self._turn_began_s is None:
-            self._turn_began_s = time.perf_counter()
+            self._turn_began_s = turn_time_s()
             asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         """Begin what may begin in this turn of the loop."""
         assert self._turn_began_s is not None, "a turn that was armed"
-        took_s = time.perf_counter() - self._turn_began_s
+        took_s = turn_time_s() - self._turn_began_s
         self._turn_began_s = None
         if took_s > LONG_S:
             self._num_allowed = max(1, self._num_allowed // 2)
         elif took_s < SHORT_S:
             self._num_allowed = min(2 * self._num_allowed, MAX_BEGUN)
         self._num_begun = 0
-        while self._num_begun < self._num_allowed and (place := self._queue.pop(now_s=0.0, skipping=())) is not None:
-            if not place.item.done():  # otherwise its request has left
-                place.item.set_result(None)
-                self._pace.depart(time.monotonic())
+        while self._num_begun < self._num_allowed and (turn := self._queue.pop(now_s=0.0, skipping=())) is not None:
+            if not turn.begins.done():  # otherwise its request has left
+                turn.begins.set_result(None)
+                self._pace.depart(turn_time_s())
                 self._begin()
         if len(self._queue):
             self._arm()

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,20 +45,19 @@ class CallOutcomes:
         """Calls that have not ended yet."""
 
     @contextmanager
-    def account(self, life: LifeCycle, *, time_left_s: Callable[[], float | None]) -> Iterator[None]:
+    def account(self, life: LifeCycle) -> Iterator[None]:
         """Count a client's call and how it ends.
 
         The call is not demand yet, because unidentified callers must not scale the pools: the door notes an arrival
         when it admits the request. gRPC cancels a call whose client went away and one whose deadline passed alike;
-        `time_left_s` tells them apart. A message that cannot be written means that the client has left, too: gRPC
+        the deadline tells them apart. A message that cannot be written means that the client has left, too: gRPC
         cancels the call a moment later.
         """
         self.num_open += 1
         try:
             yield
         except (asyncio.CancelledError, grpc.aio.InternalError):
-            left_s = time_left_s()
-            if left_s is not None and left_s <= 0:
+            if life.left_s <= 0:
                 self.totals.num_failed += 1
                 self._end(life, State.FAILED, DeadlineExceeded.__name__)
             else:

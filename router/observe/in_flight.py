@@ -33,12 +33,6 @@ class RequestView:
     """States of the life cycle, each with the age of its beginning, oldest first."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Followed:
-    record: RunningRequest
-    tenant: str
-
-
 @dataclass(frozen=True, slots=True)
 class _Ended:
     view: RequestView
@@ -52,21 +46,20 @@ class InFlight:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._running: dict[_Followed, None] = {}
+        self._running: dict[RunningRequest, None] = {}
         self._ended: deque[_Ended] = deque(maxlen=SHOWN_ENDED)
         self._num_ended_tokens = 0
 
     @contextmanager
-    def following(self, record: RunningRequest, tenant: str) -> Iterator[None]:
+    def following(self, record: RunningRequest) -> Iterator[None]:
         """Show the request while the block runs, and for some time after it."""
-        followed = _Followed(record, tenant)
-        self._running[followed] = None
+        self._running[record] = None
         try:
             yield
         finally:
-            del self._running[followed]
+            del self._running[record]
             self._num_ended_tokens += record.ledger.num_taken
-            self._ended.append(_Ended(_view(followed), record.life, self._clock.monotonic()))
+            self._ended.append(_Ended(_view(record), record.life, self._clock.monotonic()))
 
     @property
     def num_running(self) -> int:
@@ -76,7 +69,7 @@ class InFlight:
     @property
     def num_output_tokens(self) -> int:
         """Output tokens that this router has delivered since its start."""
-        return self._num_ended_tokens + sum(each.record.ledger.num_taken for each in self._running)
+        return self._num_ended_tokens + sum(each.ledger.num_taken for each in self._running)
 
     def views(self, *, ended_for_s: float) -> list[RequestView]:
         """Return the requests that ended in the last seconds, then the running ones, oldest first; some hundreds."""
@@ -85,17 +78,16 @@ class InFlight:
         running = list(self._running)[-SHOWN_RUNNING:]
         return [
             *(replace(each.view, stages=_stages(each.life, now_s)) for each in ended),
-            *(replace(_view(each), stages=_stages(each.record.life, now_s)) for each in running),
+            *(replace(_view(each), stages=_stages(each.life, now_s)) for each in running),
         ]
 
 
-def _view(followed: _Followed) -> RequestView:
+def _view(record: RunningRequest) -> RequestView:
     """Return a request without its stages."""
-    record, plan = followed.record, followed.record.plan
-    prefill, decode = ("", "") if plan is None else shown_workers(plan, plan)
+    prefill, decode = ("", "") if record.plan is None else shown_workers(record.plan, record.plan)
     return RequestView(
         request_id=record.job.request_id,
-        tenant=followed.tenant,
+        tenant=record.tenant.name,
         num_prompt_tokens=len(record.job.prompt_token_ids),
         num_cached_tokens=record.num_cached_tokens,
         num_output_tokens=record.ledger.num_tokens,

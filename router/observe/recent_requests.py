@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.ids import RequestId
 from common.lifecycle import State
-from router.placement.waits import NO_WAITS, Wait, WaitingRequest, Waits
+from router.placement.waits import NO_WAITS, WaitCause, WaitingRequest, Waits
 from router.record.record import RunningRequest
 
 REMEMBERED_S = 3600.0
@@ -49,7 +49,7 @@ class RecentRequest:
     @property
     def prefill_wait_s(self) -> float:
         """The rest of the time before the first chunk of the prompt."""
-        return max(0.0, self.queue_s - sum(self.waits[cause] for cause in Wait if cause is not Wait.PREFILL))
+        return max(0.0, self.queue_s - sum(self.waits[cause] for cause in WaitCause if cause is not WaitCause.PREFILL))
 
     @property
     def whole_s(self) -> float:
@@ -66,18 +66,18 @@ InLine = RecentRequest | WaitingRequest
 """A request that has waited in line, or waits now."""
 
 _AWAITED = {
-    Wait.PREFILL: "prefill",
-    Wait.DECODE_ROOM: "a slot and pages on a decode worker",
-    Wait.DECODE_PACE: "the pace of answers (slo.tpot_s)",
-    Wait.TENANT_LIMIT: "the tenant's own requests (max_concurrent)",
-    Wait.WORKER: "a worker that could be chosen",
+    WaitCause.PREFILL: "prefill",
+    WaitCause.DECODE_ROOM: "a slot and pages on a decode worker",
+    WaitCause.DECODE_PACE: "the pace of answers (slo.tpot_s)",
+    WaitCause.TENANT_LIMIT: "the tenant's own requests (max_concurrent)",
+    WaitCause.WORKER: "a worker that could be chosen",
 }
 
 
 def longest_awaited(requests: Sequence[InLine]) -> str:
     """Return what requests have waited longest for in line; empty where none has waited."""
     waits = sum((each.waits for each in requests), start=NO_WAITS)
-    cause = max(Wait, key=lambda each: waits[each])
+    cause = max(WaitCause, key=lambda each: waits[each])
     return _AWAITED[cause] if waits[cause] > 0 else ""
 
 
@@ -94,7 +94,7 @@ class RecentRequests:
         self._clock = clock
         self._requests: deque[RecentRequest] = deque(maxlen=CAPACITY)
 
-    def note(self, record: RunningRequest, *, tenant: str) -> None:
+    def note(self, record: RunningRequest) -> None:
         """Remember a request that was answered completely."""
         life, timings, answered = record.life, record.timings, record.answered
         planned_s = life.first(State.RESERVING)
@@ -102,7 +102,7 @@ class RecentRequests:
         self._requests.append(
             RecentRequest(
                 request_id=record.job.request_id,
-                tenant=tenant,
+                tenant=record.tenant.name,
                 ended_s=self._clock.monotonic(),
                 num_prompt_tokens=answered.num_prompt_tokens,
                 num_computed_tokens=answered.num_computed_tokens,

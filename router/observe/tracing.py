@@ -153,7 +153,7 @@ class RequestTraces:
                 end_s=end_s,
                 attributes=named(_attempt_attributes(decision)),
                 links=() if previous is None else (previous.context,),
-                error="" if decision.ended in ("completed", "moved") else decision.ended,
+                error="" if decision.ended in ("completed", "moved", "set back") else decision.ended,
             )
             trace.last_attempts[life] = attempt
             trace.spans += [attempt, *_states(context, stamps, end_s)]

@@ -144,9 +144,9 @@ class TrafficRecordings:
                 recording.finish()
 
     @contextmanager
-    def following(self, record: RunningRequest, tenant: str) -> Iterator[None]:
+    def following(self, record: RunningRequest) -> Iterator[None]:
         """Note how the request that runs inside the block ends."""
-        recordings = [recording for recording in self._of_tenant.get(tenant, ()) if recording.take(record)]
+        recordings = [recording for recording in self._of_tenant.get(record.tenant.name, ()) if recording.take(record)]
         try:
             yield
         finally:

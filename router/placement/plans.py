@@ -4,7 +4,7 @@ import enum
 import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -13,11 +13,11 @@ from common.errors import RefusalCause, Refused
 from common.ids import RequestId, WorkerId
 from common.wire_names import PlanKind
 from router.placement.answer_pool import AnswerPool
-from router.placement.loads import PoolLoads
+from router.placement.loads import PoolLoads, ProjectedLoad
 from router.tenants import ANYBODY, Tenant
 
 
-class Keeper(enum.Enum):
+class RetainedOn(enum.Enum):
     """Worker of a remote plan that keeps the prompt's blocks for later requests; the other evicts them first."""
 
     BOTH = "both"
@@ -40,8 +40,7 @@ class PlanCandidate:
 
     prefill: WorkerId | None
     """Set exactly when the option is remote."""
-    decode: WorkerId
-    """See `Plan`."""
+    answering: WorkerId
     source: WorkerId | None = None
     cost: float
     """Cost that the policy minimizes."""
@@ -53,8 +52,8 @@ class PlanCandidate:
 class Plan:
     """Where a request goes."""
 
-    decode: WorkerId
-    """The worker that answers: of the prefill pool when the plan is for a prefill alone."""
+    answering: WorkerId
+    """The worker that answers."""
     prefill: WorkerId | None = None
     """Set exactly when the plan is remote."""
     predicted_cached_tokens: int
@@ -62,7 +61,7 @@ class Plan:
     reason: str
     pull: Pull | None = None
     """Pull of the worker that computes the prompt."""
-    keeper: Keeper = Keeper.BOTH
+    retained_on: RetainedOn = RetainedOn.BOTH
     predicted_prefill_s: float | None = None
     """Computation alone. None without a prediction: the booking then uses the worker's own timing model."""
     predicted_ttft_s: float | None = None
@@ -84,7 +83,7 @@ class Plan:
     @property
     def computes(self) -> WorkerId:
         """The worker that computes the prompt."""
-        return self.decode if self.prefill is None else self.prefill
+        return self.answering if self.prefill is None else self.prefill
 
 
 def kind_of(prefill: WorkerId | None) -> PlanKind:
@@ -193,32 +192,28 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """The workers that may be chosen for one request. Valid for one decision."""
+    """The workers that may be chosen for one request. Valid for one decision.
+
+    For a request that the prefill pool answers, it is a cluster without a prefill pool: one worker serves it whole.
+    """
 
     prefill: PoolLoads
     decode: PoolLoads
+    """Workers of the pool that answers."""
     num_prefill: int
     """Prefill workers in use, including those that cannot be chosen now."""
     block_bytes: int = 0
     """KV bytes of one block."""
     sources: frozenset[WorkerId] = field(default_factory=frozenset)
     """Workers that blocks may be pulled from: refusing ones included, lost ones not."""
-    pool: AnswerPool = AnswerPool.DECODE
-    """Pool of the workers in `decode`."""
-
-    def of_prefill_pool(self) -> "FleetView":
-        """Return the view for a request that the prefill pool answers: its workers stand where others decode.
-
-        To every policy it is a cluster without a prefill pool, in which one worker serves the whole request.
-        """
-        return replace(self, prefill=PoolLoads(()), decode=self.prefill, num_prefill=0, pool=AnswerPool.PREFILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy(Refused):
     """A refusal until the worker that computes the prompt in the best plan can begin soon."""
 
-    worker_id: WorkerId
+    worker: ProjectedLoad
+    """That worker, as it is now."""
     cause: RefusalCause = RefusalCause.BUSY
 
 

@@ -15,7 +15,7 @@ from router.placement.answer_pool import AnswerPool
 from router.placement.plans import NoRoom, NoWorker, TooSlow
 
 
-class Wait(enum.Enum):
+class WaitCause(enum.Enum):
     """A cause of waiting in line."""
 
     PREFILL = "prefill"
@@ -30,10 +30,10 @@ class Wait(enum.Enum):
     """A worker that can be chosen."""
 
 
-_REFUSALS: Mapping[type[Refused], Wait] = {
-    NoRoom: Wait.DECODE_ROOM,
-    NoWorker: Wait.WORKER,
-    TooSlow: Wait.DECODE_PACE,
+_REFUSALS: Mapping[type[Refused], WaitCause] = {
+    NoRoom: WaitCause.DECODE_ROOM,
+    NoWorker: WaitCause.WORKER,
+    TooSlow: WaitCause.DECODE_PACE,
 }
 
 
@@ -41,16 +41,16 @@ _REFUSALS: Mapping[type[Refused], Wait] = {
 class Waits:
     """Seconds by cause."""
 
-    by_cause: Mapping[Wait, float] = field(default_factory=dict)
+    by_cause: Mapping[WaitCause, float] = field(default_factory=dict)
 
-    def __getitem__(self, cause: Wait) -> float:
+    def __getitem__(self, cause: WaitCause) -> float:
         return self.by_cause.get(cause, 0.0)
 
     def __add__(self, other: "Waits") -> "Waits":
-        return Waits({cause: self[cause] + other[cause] for cause in Wait})
+        return Waits({cause: self[cause] + other[cause] for cause in WaitCause})
 
     def __sub__(self, other: "Waits") -> "Waits":
-        return Waits({cause: self[cause] - other[cause] for cause in Wait})
+        return Waits({cause: self[cause] - other[cause] for cause in WaitCause})
 
     @property
     def total_s(self) -> float:
@@ -88,7 +88,7 @@ class _TenantWaits:
         if self.held_at is None:
             return self.moved
         passed = pool - self.held_at
-        return self.moved + Waits({Wait.TENANT_LIMIT: passed.total_s}) - passed
+        return self.moved + Waits({WaitCause.TENANT_LIMIT: passed.total_s}) - passed
 
 
 class PoolWaits:
@@ -98,21 +98,22 @@ class PoolWaits:
         self._clock = clock
         self._pool = pool
         self._ended = NO_WAITS
-        self._cause, self._since_s = Wait.PREFILL, clock.monotonic()
+        self._cause, self._since_s = WaitCause.PREFILL, clock.monotonic()
         self._tenants: dict[str, _TenantWaits] = {}
         """Tenants that a limit has held."""
 
     def note(self, refused: Refused) -> None:
         """Note what a request was refused for: all wait for it from now on."""
         self._ended, self._since_s = self._all(), self._clock.monotonic()
-        cause = _REFUSALS.get(type(refused), Wait.PREFILL)
+        cause = _REFUSALS.get(type(refused), WaitCause.PREFILL)
         # The room of the prefill pool is all that the requests that it answers wait for.
-        self._cause = Wait.PREFILL if self._pool is AnswerPool.PREFILL and cause is Wait.DECODE_ROOM else cause
+        is_all = self._pool is AnswerPool.PREFILL and cause is WaitCause.DECODE_ROOM
+        self._cause = WaitCause.PREFILL if is_all else cause
 
     @property
     def await_answers(self) -> bool:
         """Whether all wait for answers to end, so that a decode worker may take another one."""
-        return self._cause in (Wait.DECODE_ROOM, Wait.DECODE_PACE)
+        return self._cause in (WaitCause.DECODE_ROOM, WaitCause.DECODE_PACE)
 
     def hold(self, tenant: str) -> None:
         """Note that newcomers of a tenant wait for its limit from now on. Harmless when repeated."""

@@ -1,6 +1,5 @@
 """The tokenizer interface of the router, and a codec without files for the fake engine: one token per byte."""
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -59,16 +58,6 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of consecutive ids, special tokens included; unknown ids have no text."""
-
-    async def encode(self, text: str) -> TokenArray:
-        """Return the same as `encode_now`, off the event loop."""
-        return await asyncio.to_thread(self.encode_now, text)
-
-    async def encode_chat(
-        self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None
-    ) -> Encoded:
-        """Return the same as `encode_chat_now`, off the event loop."""
-        return await asyncio.to_thread(self.encode_chat_now, conversation, rendered_unix_s=rendered_unix_s, scope=scope)
 
 
 NUM_BYTES = 256

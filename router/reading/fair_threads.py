@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -27,15 +28,22 @@ CALL_CHARS = 256
 _S_PER_CHAR = 2e-7
 
 _Result = TypeVar("_Result")
-_Turn = asyncio.Future[None]
 
 
-class _Lane:
-    """Waiting calls of one length class, and the number of threads that it may still take."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Turn(Place):
+    """A call that waits for a thread."""
+
+    begins: "asyncio.Future[None]"
+    cost: int
+
+
+class _SizeClass:
+    """Waiting calls of one size class, short or long, and the number of threads that it may still take."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_free = num_threads
-        self.queue: FairQueue[tuple[_Turn, int]] = FairQueue()
+        self.queue: FairQueue[_Turn] = FairQueue()
 
 
 class FairThreads:
@@ -46,7 +54,7 @@ class FairThreads:
         assert num_threads >= 2, f"{num_threads} threads: one is reserved for short work"
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_free = num_threads
-        self._long, self._short = _Lane(num_threads - 1), _Lane(num_threads)
+        self._long, self._short = _SizeClass(num_threads - 1), _SizeClass(num_threads)
         self._num_calls = 0
 
     async def run(self, work: Callable[[], _Result], *, tenant: Tenant, num_chars: int) -> _Result:
@@ -54,14 +62,14 @@ class FairThreads:
 
         The time on the thread is charged to the payer of the running task.
         """
-        lane = self._long if num_chars > LONG_CHARS else self._short
-        await self._wait(lane, tenant, num_chars + CALL_CHARS)
+        size_class = self._long if num_chars > LONG_CHARS else self._short
+        await self._wait(size_class, tenant, num_chars + CALL_CHARS)
         try:
             running = self._threads.submit(work)
         except RuntimeError:  # the threads were closed in the meantime
-            self._end(lane)
+            self._end(size_class)
             raise
-        running.add_done_callback(partial(self._end_from_thread, asyncio.get_running_loop(), lane))
+        running.add_done_callback(partial(self._end_from_thread, asyncio.get_running_loop(), size_class))
         begun_s = time.monotonic()
         try:
             return await asyncio.wrap_future(running)
@@ -77,40 +85,39 @@ class FairThreads:
         """Stop the threads when their current work ends; nothing can be run any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _wait(self, lane: _Lane, tenant: Tenant, cost: int) -> None:
+    async def _wait(self, size_class: _SizeClass, tenant: Tenant, cost: int) -> None:
         """Wait for a thread and take it."""
-        turn: _Turn = asyncio.get_running_loop().create_future()
         self._num_calls += 1
         key = rank(priority=0, work_s=cost * _S_PER_CHAR, due_s=time.monotonic(), number=self._num_calls)
-        lane.queue.add_tenant(tenant.name, weight=tenant.weight)
-        place: Place[tuple[_Turn, int]] = lane.queue.push((turn, cost), tenant=tenant.name, rank=key)
+        size_class.queue.add_tenant(tenant.name, weight=tenant.weight)
+        turn = _Turn(rank=key, begins=asyncio.get_running_loop().create_future(), cost=cost)
+        size_class.queue.push(turn, tenant=tenant.name)
         self._serve()
         try:
-            await turn
+            await turn.begins
         except asyncio.CancelledError:
-            if turn.cancelled():
-                lane.queue.discard(place)
+            if turn.begins.cancelled():
+                size_class.queue.discard(turn)
             else:
-                self._end(lane)  # its turn had come, and it leaves before it begins
+                self._end(size_class)  # its turn had come, and it leaves before it begins
             raise
 
     def _serve(self) -> None:
         # Long work first: it never takes the last thread, but an endless supply of short work could take all.
-        for lane in (self._long, self._short):
-            while self._num_free and lane.num_free and (place := lane.queue.pop(now_s=0.0)) is not None:
-                turn, cost = place.item
-                if turn.done():  # cancelled: its task is leaving the queue
+        for size_class in (self._long, self._short):
+            while self._num_free and size_class.num_free and (turn := size_class.queue.pop(now_s=0.0)) is not None:
+                if turn.begins.done():  # cancelled: its task is leaving the queue
                     continue
-                lane.queue.charge(place.tenant, cost)
-                lane.num_free -= 1
+                size_class.queue.charge(turn.queue.name, turn.cost)
+                size_class.num_free -= 1
                 self._num_free -= 1
-                turn.set_result(None)
+                turn.begins.set_result(None)
 
-    def _end_from_thread(self, loop: asyncio.AbstractEventLoop, lane: _Lane, _done: Future[_Result]) -> None:
+    def _end_from_thread(self, loop: asyncio.AbstractEventLoop, size_class: _SizeClass, _done: Future[_Result]) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(self._end, lane)
+            loop.call_soon_threadsafe(self._end, size_class)
 
-    def _end(self, lane: _Lane) -> None:
-        lane.num_free += 1
+    def _end(self, size_class: _SizeClass) -> None:
+        size_class.num_free += 1
         self._num_free += 1
         self._serve()

@@ -92,7 +92,11 @@ class TextCodec(Codec):
         again; without a scope everything is. Raises InvalidRequest that names the field.
         """
         if self._chat_template is None:
-            raise InvalidRequest("the model has no chat template; send text instead", field="chat")
+            raise InvalidRequest(
+                "the model has no chat template; send a text (/v1/completions, `kvrelay generate --raw`), or serve it"
+                " with model.chat_template",
+                field="chat",
+            )
         text = self._chat_template.render(
             conversation, rendered_unix_s=rendered_unix_s, marked=self._control_tokens.broken
         )

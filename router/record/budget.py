@@ -99,19 +99,20 @@ class Budget:
         return found
 
     def take_back(self, holding: Holding, amount: int) -> None:
-        """See `Holding.shrink`."""
+        """See `Holding.shrink`. A holding of nothing is not one that could be revoked."""
+        name = holding.tenant.name
         holding.amount -= amount
         self.num_held -= amount
-        self._held[holding.tenant.name] -= amount
+        self._held[name] -= amount
+        if not holding.amount:
+            self._holdings[name].pop(holding, None)
+        if not self._holdings[name]:
+            del self._holdings[name], self._held[name]
 
     def give_back(self, holding: Holding) -> None:
         """Take back all that a holding has. Harmless when repeated."""
-        name = holding.tenant.name
         holding.is_over = True
         self.take_back(holding, holding.amount)
-        self._holdings[name].pop(holding, None)
-        if not self._holdings[name]:
-            del self._holdings[name], self._held[name]
 
     def _refused(self, reason: str) -> Refused:
         return Refused(

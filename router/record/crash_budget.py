@@ -20,8 +20,8 @@ from common.errors import CrashSuspected
 from router.fleet.lives import Life
 
 if TYPE_CHECKING:
-    from router.fleet.hold import Hold
-    from router.record.record import Job, RunningRequest
+    from router.fleet.booking import WorkerBooking
+    from router.record.record import RunningRequest
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class CrashBudget:
         self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()
         """Ends of refusals by digest of tenant, prompt and structure."""
 
-    async def weigh(self, record: "RunningRequest", failed: "Hold", *, samples: Collection[int], tenant: str) -> None:
+    async def weigh(self, record: "RunningRequest", failed: "WorkerBooking", *, samples: Collection[int]) -> None:
         """Quarantine a request that has lost almost its last worker. Raises CrashSuspected after the last one.
 
         `failed`: where these samples ran last. Several attempts of a request run side by side when its samples are
@@ -126,13 +126,13 @@ class CrashBudget:
         job = record.job
         extra = {
             "request_id": job.request_id,
-            "tenant": tenant,
+            "tenant": record.tenant.name,
             "num_prompt_tokens": len(job.prompt_token_ids),
             "num_output_tokens": record.ledger.num_tokens,
             "sampling": repr(job.sampling),
         }
         logger.error("request refused: %d workers were lost under it: %s", num_lost, losses, extra=extra)
-        digest = _digest(job, tenant)
+        digest = _digest(record)
         self._refused_until_s[digest] = self._clock.monotonic() + REFUSED_FOR_S
         self._refused_until_s.move_to_end(digest)
         if len(self._refused_until_s) > MAX_REFUSED:
@@ -141,11 +141,11 @@ class CrashBudget:
             f"refused: {num_lost} workers were lost, one after the other, while they computed this request ({losses})"
         )
 
-    def check(self, job: "Job", *, tenant: str) -> None:
+    def check(self, record: "RunningRequest") -> None:
         """Raise CrashSuspected for a request of the same tenant that was refused lately."""
         if not self._refused_until_s:
             return
-        left_s = self._refused_until_s.get(_digest(job, tenant), 0.0) - self._clock.monotonic()
+        left_s = self._refused_until_s.get(_digest(record), 0.0) - self._clock.monotonic()
         if left_s > 0:
             raise CrashSuspected(
                 "refused: workers were lost, one after the other, while they computed this prompt;"
@@ -153,7 +153,7 @@ class CrashBudget:
             )
 
 
-def _digest(job: "Job", tenant: str) -> bytes:
-    digest = hashlib.blake2b(job.prompt_token_ids, digest_size=16)
-    digest.update(repr((tenant, job.sampling.structured_outputs)).encode())
+def _digest(record: "RunningRequest") -> bytes:
+    digest = hashlib.blake2b(record.job.prompt_token_ids, digest_size=16)
+    digest.update(repr((record.tenant.name, record.job.sampling.structured_outputs)).encode())
     return digest.digest()

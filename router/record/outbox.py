@@ -28,12 +28,17 @@ LARGE_ENTRIES = 256
 
 def num_entries_in(delta: inference_pb2.TokenDelta) -> int:
     """Return the number of tokens and log-probabilities of a message."""
-    return len(delta.tokens) * _entries_a_token(delta.tokens)
+    return len(delta.tokens) * _entries_a_token(delta.tokens) + _entries_of_prompt(delta.prompt_logprobs)
 
 
 def _entries_a_token(tokens: Sequence[sampling_pb2.SampleToken]) -> int:
     """Return what each of the tokens counts, all of which have equally many log-probabilities."""
     return 1 + len(tokens[0].logprobs.top) if tokens else 1
+
+
+def _entries_of_prompt(positions: Sequence[sampling_pb2.PositionLogprobs]) -> int:
+    """Return the number of a prompt's log-probabilities; the last position has as many as any."""
+    return len(positions) * (1 + len(positions[-1].top)) if positions else 0
 
 
 @dataclass(slots=True)
@@ -50,7 +55,7 @@ async def _at_once() -> None:
     """Return."""
 
 
-def _ignored(_refused: Refused) -> None:
+def _ignored() -> None:
     """Return."""
 
 
@@ -67,10 +72,15 @@ class Outbox:
         """Awaited before a large message is taken."""
         self.holding: Holding | None = None
         """Share of the tenant in the bound on entries that wait for slow clients; None: no bound."""
-        self.on_overflow: Callable[[Refused], None] = _ignored
-        """Called when more would wait than the tenant may have waiting."""
+        self.on_overflow: Callable[[], None] = _ignored
+        """Called when more would wait than the tenant may have waiting; ends the request."""
+        self._overflow: Refused | None = None
+        """Set from then on."""
         self._num_entries = 0
-        """Entries that wait; they are held in steps of `MAX_ENTRIES`, so that a client that reads costs nothing."""
+        """Entries that wait or are being sent; they are held in steps of `MAX_ENTRIES`, so that a client that reads
+        costs nothing."""
+        self._num_sending = 0
+        """Those of the message that was taken last."""
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
         self.embedding: Floats | None = None
@@ -81,6 +91,8 @@ class Outbox:
     def put(self, message: inference_pb2.GenerateResponse) -> None:
         """Append a message."""
         assert not self._is_closed, "a message after the end"
+        if self._overflow is not None:
+            return
         self._messages.append(_Waiting(message))
         self._open = None
         self._wake()
@@ -95,11 +107,13 @@ class Outbox:
         assert not self._is_closed, "tokens after the end"
         entries_a_token = _entries_a_token(tokens)
         most = max(1, MAX_ENTRIES // entries_a_token)
-        while len(tokens) > most:
+        while len(tokens) > most and self._overflow is None:
             self._add(tokens[:most], (), entries_a_token)
             tokens = tokens[most:]
+        if self._overflow is not None:
+            return
         last = self._add(tokens, runs, entries_a_token)
-        if prompt_logprobs:
+        if prompt_logprobs and self._count(last, _entries_of_prompt(prompt_logprobs)):
             last.prompt_logprobs = prompt_logprobs
 
     def _add(
@@ -109,28 +123,53 @@ class Outbox:
         entries_a_token: int,
     ) -> _Waiting:
         """Add tokens to the last message, or to a new one; returns it."""
-        num_new = num_tokens_in(tokens, runs) * entries_a_token
-        if self._open is None or self._open.num_entries + num_new > MAX_ENTRIES:
-            self._open = _Waiting(inference_pb2.GenerateResponse())
-            self._messages.append(self._open)
+        num_new, waiting = num_tokens_in(tokens, runs) * entries_a_token, self._open
+        if waiting is None or waiting.num_entries + num_new > MAX_ENTRIES:
+            waiting = self._open = _Waiting(inference_pb2.GenerateResponse())
+            self._messages.append(waiting)
             self._wake()
-        self._open.num_entries += num_new
+        if self._count(waiting, num_new):
+            merge_tokens(waiting.message.tokens, tokens, runs)
+        return waiting
+
+    def _count(self, waiting: _Waiting, num_new: int) -> bool:
+        """Count entries that are added to a message; returns whether the tenant may have so many waiting."""
+        waiting.num_entries += num_new
         self._num_entries += num_new
         if self.holding is not None and self._num_entries - self.holding.amount > MAX_ENTRIES:
             refused = self.holding.grow(self._num_entries - self.holding.amount)
             if refused is not None:
-                self.on_overflow(refused)
-        merge_tokens(self._open.message.tokens, tokens, runs)
-        return self._open
+                self.overflow(refused)
+                return False
+        return True
+
+    def overflow(self, refused: Refused) -> None:
+        """Drop what waits, and end with a refusal: a client that does not read has no use for it."""
+        if self._overflow is not None:
+            return
+        self._overflow, self._open = refused, None
+        self._messages.clear()
+        self._num_entries = self._num_sending
+        if self._is_closed:
+            self.error = refused.error()
+        else:
+            self.on_overflow()
 
     def close(self, error: KvrelayError | None) -> None:
         """End the stream, successfully or with an error."""
         self._is_closed = True
-        self.error = error
+        self.error = error if self._overflow is None else self._overflow.error()
         self._wake()
 
     async def get(self) -> inference_pb2.GenerateResponse | None:
-        """Return the next message, or None at the end; then `error` says how the request ended."""
+        """Return the next message, or None at the end; then `error` says how the request ended.
+
+        The message before has been sent by then.
+        """
+        self._num_entries -= self._num_sending
+        self._num_sending = 0
+        if self.holding is not None and self.holding.amount - self._num_entries > MAX_ENTRIES:
+            self.holding.shrink(self.holding.amount - self._num_entries)
         if self._is_behind:
             await asyncio.sleep(0)
         while not self._messages:
@@ -140,11 +179,11 @@ class Outbox:
             await self._waiter
         if self._messages[0].num_entries >= LARGE_ENTRIES:
             await self.on_large()
+            if not self._messages:  # dropped meanwhile
+                return await self.get()
         taken = self._messages.popleft()
         self._is_behind = bool(self._messages)
-        self._num_entries -= taken.num_entries
-        if self.holding is not None and self.holding.amount - self._num_entries > MAX_ENTRIES:
-            self.holding.shrink(self.holding.amount - self._num_entries)
+        self._num_sending = taken.num_entries
         if taken is self._open:
             self._open = None  # the message belongs to the reader now
         if positions := taken.prompt_logprobs:

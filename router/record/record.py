@@ -26,6 +26,8 @@ from router.record.embedding import EmbeddingForm, Floats
 from router.record.ledger import TokenLedger
 from router.record.outbox import Outbox
 from router.record.resumption import ResumedSample
+from router.record.ticket import Ticket
+from router.tenants import Tenant
 
 
 class Delivery(enum.Enum):
@@ -75,10 +77,9 @@ class RunningRequest:
     """The state of one running request. Event loop only."""
 
     job: Job
+    ticket: Ticket
     life: LifeCycle
     clock: Clock
-    deadline_s: float
-    """Time on `clock` at which everything must have ended."""
     outbox: Outbox = field(default_factory=Outbox)
     ledger: TokenLedger = field(init=False)
     shortened_max_tokens: int | None = None
@@ -110,7 +111,12 @@ class RunningRequest:
             if sample.is_finished:
                 self.ledger.finish(index)
 
-    def tell_queued(self, ttft_forecast: DurationForecast | None) -> None:
+    @property
+    def tenant(self) -> Tenant:
+        """Owner of the request."""
+        return self.ticket.account.tenant
+
+    def send_queued(self, ttft_forecast: DurationForecast | None) -> None:
         """Report to the client that the request waits in line."""
         queued = inference_pb2.Queued(ttft_forecast=forecast_to_proto(ttft_forecast))
         self.outbox.put(inference_pb2.GenerateResponse(queued=queued))

@@ -6,20 +6,17 @@ it: when one fails, or the client goes away, the others are closed in the same t
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from common.errors import AccessDenied, KvrelayError, Unauthenticated, WorkerError
 from common.lifecycle import LifeCycle, State
-from common.structured import TaskCensus
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2
-from router.fleet.decisions import Booking, plan_to_proto
-from router.fleet.hold import Hold
+from router.fleet.booking import WorkerBooking
+from router.fleet.decisions import plan_to_proto
 from router.fleet.worker_client import Incoming
-from router.observe.metrics import RouterMetrics
-from router.record.record import RunningRequest
 from router.requests.worker_requests import WorkerRequests
 
 _Response = TypeVar("_Response")
@@ -28,9 +25,9 @@ _Response = TypeVar("_Response")
 class AttemptFailed(Exception):
     """A worker's call failed, or a worker broke the protocol."""
 
-    def __init__(self, hold: Hold, error: KvrelayError) -> None:
-        super().__init__(f"{hold.member.endpoint.worker_id}: {error.message}")
-        self.hold = hold
+    def __init__(self, worker: WorkerBooking, error: KvrelayError) -> None:
+        super().__init__(f"{worker.member.endpoint.worker_id}: {error.message}")
+        self.worker = worker
         self.error = error
 
 
@@ -46,41 +43,21 @@ class AttemptOutcome(enum.Enum):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Attempt(ABC):
+class Attempt(WorkerRequests, ABC):
     """Runs one booked plan for some samples of a request."""
 
-    requests: WorkerRequests
-    """Makes the calls; names the request, its samples and the booked plan."""
-    life: LifeCycle
-    """Life cycle of these samples; the request's own for its leading ones."""
-    number: int
-    metrics: RouterMetrics
-    census: TaskCensus
-    on_started: Callable[[int], None]
-    """Called with the cached tokens of the prompt when its computation begins."""
-    on_transferred: Callable[[], None]
-    """Called when the decode worker holds the blocks of all known tokens."""
-    has_another: Callable[[], bool]
-    """Returns whether another worker could take the place of the decode worker."""
-    must_move: Callable[[], bool]
-    """Returns whether the decode worker is leaving; the attempt then ends after the next token."""
     _num_gaps_before: int = 0
     """Gaps between tokens up to the first token of this attempt."""
 
     @property
-    def record(self) -> RunningRequest:
-        """The request."""
-        return self.requests.record
+    def life(self) -> LifeCycle:
+        """Life cycle of these samples; the request's own for its leading ones."""
+        return self.group.life
 
     @property
-    def samples(self) -> range:
-        """Its samples that this attempt serves."""
-        return self.requests.samples
-
-    @property
-    def booking(self) -> Booking:
-        """The booked plan."""
-        return self.requests.booking
+    def number(self) -> int:
+        """Number of the attempt, from 1 on."""
+        return self.group.num_attempts
 
     async def run(self) -> AttemptOutcome:
         """Deliver the missing tokens of the samples. Raises AttemptFailed."""
@@ -98,7 +75,7 @@ class Attempt(ABC):
     async def _run(self) -> AttemptOutcome:
         """Make the calls and deliver what they bring. Raises AttemptFailed."""
 
-    def _tell_plan(self) -> None:
+    def _send_plan(self) -> None:
         """Send the client the plan, now that a worker has accepted it."""
         self.record.num_attempts = max(self.record.num_attempts, self.number)
         chosen = plan_to_proto(self.booking.decision, attempt=self.number)
@@ -107,7 +84,7 @@ class Attempt(ABC):
 
     def _note_started(self, started: prefill_pb2.PrefillStarted | decode_pb2.LocalPrefillStarted) -> None:
         self._enter_prefilling()
-        self.metrics.compare_cached_tokens(
+        self.services.metrics.compare_cached_tokens(
             predicted=self.booking.plan.predicted_cached_tokens, actual=started.num_cached_tokens
         )
         self.booking.decision.num_cached_tokens = started.num_cached_tokens
@@ -116,7 +93,7 @@ class Attempt(ABC):
             num_cached_tokens = min(started.num_cached_tokens, len(self.record.job.prompt_token_ids))
             self.record.num_cached_tokens = num_cached_tokens
             self.record.num_pulled_tokens = min(started.num_pulled_tokens, num_cached_tokens)
-            self.on_started(num_cached_tokens)
+            self.services.admission.correct_cached(self.record.ticket, num_cached_tokens)
 
     def _note_first_token(self) -> None:
         """Note the time of the attempt's first token; gaps between tokens count from here on."""
@@ -133,12 +110,12 @@ class Attempt(ABC):
         return self.record.ledger.unfinished(self.samples)
 
     def _time_left_s(self) -> float:
-        return max(self.record.deadline_s - self.record.clock.monotonic(), 0.001)
+        return max(self.record.life.left_s, 0.001)
 
 
 @contextmanager
-def blaming(hold: Hold) -> Iterator[None]:
-    """Raise AttemptFailed with this hold for any KvrelayError of the block.
+def blaming(worker: WorkerBooking) -> Iterator[None]:
+    """Raise AttemptFailed with this worker for any KvrelayError of the block.
 
     A worker that does not accept this router, or another worker, is the cluster's trouble, such as a clock that was
     set: never the client's, whose own key has been accepted.
@@ -147,15 +124,15 @@ def blaming(hold: Hold) -> Iterator[None]:
         yield
     except (Unauthenticated, AccessDenied) as error:
         raise AttemptFailed(
-            hold, WorkerError(f"workers and routers do not trust each other: {error.message}")
+            worker, WorkerError(f"workers and routers do not trust each other: {error.message}")
         ) from error
     except KvrelayError as error:
-        raise AttemptFailed(hold, error) from error
+        raise AttemptFailed(worker, error) from error
 
 
-async def receive(answer: Incoming[_Response], hold: Hold) -> _Response | None:
+async def receive(answer: Incoming[_Response], worker: WorkerBooking) -> _Response | None:
     """Return the next message of a worker's call, None at its good end. Raises AttemptFailed."""
-    with blaming(hold):
+    with blaming(worker):
         response = await answer.receive()
-    hold.has_answered = True
+    worker.has_answered = True
     return response

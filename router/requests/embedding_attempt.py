@@ -18,12 +18,12 @@ class EmbeddingAttempt(Attempt):
     """Runs one booked plan for an embedding. A worker that leaves still finishes it."""
 
     async def _run(self) -> AttemptOutcome:
-        worker = self.booking.decode
+        worker = self.booking.answering
         self.life.advance(State.RESERVING)
-        with worker.member.client.prefill(self.requests.embedding(), timeout_s=self._time_left_s()) as answer:
+        with worker.member.client.prefill(self.embedding_request(), timeout_s=self._time_left_s()) as answer:
             while (response := await receive(answer, worker)) is not None:
                 if response.HasField("started"):
-                    self._tell_plan()
+                    self._send_plan()
                     self._note_started(response.started)
                 elif response.HasField("finished"):
                     self._take(response.finished)
@@ -33,7 +33,7 @@ class EmbeddingAttempt(Attempt):
 
     def _take(self, finished: prefill_pb2.PrefillFinished) -> None:
         """Deliver the embedding. Raises AttemptFailed for a wrong length or numbers that are not finite."""
-        worker = self.booking.decode
+        worker = self.booking.answering
         worker.member.note_prefilled(worker)
         self.record.prefill_s = finished.prefill_s
         self.record.deliver_embedding(self._vector(finished.embedding))
@@ -45,4 +45,4 @@ class EmbeddingAttempt(Attempt):
             vector = unpack_floats(raw)
             if np.isfinite(vector).all():
                 return vector
-        raise AttemptFailed(self.booking.decode, EngineFault(f"{len(raw)} bytes are not {size} finite numbers"))
+        raise AttemptFailed(self.booking.answering, EngineFault(f"{len(raw)} bytes are not {size} finite numbers"))

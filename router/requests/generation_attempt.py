@@ -20,7 +20,7 @@ from common.ids import HandoffId, mint_handoff_id
 from common.lifecycle import State
 from common.token_batches import runs_of
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
-from router.fleet.hold import Hold
+from router.fleet.booking import WorkerBooking
 from router.fleet.worker_client import Incoming
 from router.requests.attempt import Attempt, AttemptFailed, AttemptOutcome, blaming, receive
 
@@ -43,10 +43,10 @@ class GenerationAttempt(Attempt):
     _has_transferred: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def _run(self) -> AttemptOutcome:
-        decode, prefill = self.booking.decode, self.booking.prefill
+        decode, prefill = self.booking.answering, self.booking.prefill
         self.life.advance(State.RESERVING)
         handoff_id = mint_handoff_id()
-        request = self.requests.decode(handoff_id)
+        request = self.decode_request(handoff_id)
         self._access = request.direct if request.HasField("direct") else None
         with decode.member.client.decode(request) as answer:
             try:
@@ -67,7 +67,7 @@ class GenerationAttempt(Attempt):
         raise AttemptFailed(decode, EngineFault(f"the stream ended before samples {missing} did"))
 
     async def _reserve(self, answer: Answer) -> None:
-        decode = self.booking.decode
+        decode = self.booking.answering
         response = await self._first_message(answer, decode)
         if response is None or not response.HasField("reserved"):
             raise AttemptFailed(decode, EngineFault("the first message of a decode call is not a reservation"))
@@ -75,7 +75,7 @@ class GenerationAttempt(Attempt):
         if self.booking.prefill is not None and not self.record.ledger.has_tokens:
             num_prompt_tokens = len(self.record.job.prompt_token_ids)
             self.record.num_decode_cached_tokens = min(response.reserved.num_cached_tokens, num_prompt_tokens)
-        self._tell_plan()
+        self._send_plan()
         if self._access is not None:
             grant = inference_pb2.DirectGrant(
                 address=decode.member.direct_address,
@@ -85,22 +85,22 @@ class GenerationAttempt(Attempt):
             )
             self.record.outbox.put(inference_pb2.GenerateResponse(direct=grant))
 
-    async def _first_message(self, answer: Answer, decode: Hold) -> decode_pb2.DecodeResponse | None:
+    async def _first_message(self, answer: Answer, decode: WorkerBooking) -> decode_pb2.DecodeResponse | None:
         """Return the first message; raises AttemptFailed when it takes too long and another worker could send it."""
         while True:
             try:
                 async with asyncio.timeout(RESERVATION_TIMEOUT_S):
                     return await receive(answer, decode)
             except TimeoutError:
-                if self.has_another():
+                if self.services.fleet.has_another(decode.member):
                     error = WorkerLost(f"it has granted no pages for {RESERVATION_TIMEOUT_S:g} s")
                     raise AttemptFailed(decode, error) from None
 
     # Remote plan.
 
-    async def _prefill_and_decode(self, prefill: Hold, handoff_id: HandoffId, answer: Answer) -> None:
+    async def _prefill_and_decode(self, prefill: WorkerBooking, handoff_id: HandoffId, answer: Answer) -> None:
         has_first_tokens = asyncio.Event()
-        async with self.census.owned(
+        async with self.services.tracker.owned(
             self._prefill(prefill, handoff_id, has_first_tokens), self._decode_after(has_first_tokens, answer)
         ) as (prefilling, decoding):
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
@@ -113,7 +113,7 @@ class GenerationAttempt(Attempt):
                 await self._until_transferred(prefill, decoding)
                 await decoding
 
-    async def _until_transferred(self, prefill: Hold, decoding: "asyncio.Task[None]") -> None:
+    async def _until_transferred(self, prefill: WorkerBooking, decoding: "asyncio.Task[None]") -> None:
         """Wait until the decode worker has the KV. Raises AttemptFailed when the prefill worker falls silent before.
 
         Its call has ended by then, and the decode worker, which still pulls from it, would notice it seconds later.
@@ -127,8 +127,8 @@ class GenerationAttempt(Attempt):
         finally:
             transferred.cancel()
 
-    async def _prefill(self, prefill: Hold, handoff_id: HandoffId, has_first_tokens: asyncio.Event) -> None:
-        request = self.requests.prefill(prefill, handoff_id)
+    async def _prefill(self, prefill: WorkerBooking, handoff_id: HandoffId, has_first_tokens: asyncio.Event) -> None:
+        request = self.prefill_request(prefill, handoff_id)
         with prefill.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
             while (response := await receive(answer, prefill)) is not None:
                 if response.HasField("started"):
@@ -140,7 +140,7 @@ class GenerationAttempt(Attempt):
         if not has_first_tokens.is_set():
             raise AttemptFailed(prefill, EngineFault("the prefill ended without a first token"))
 
-    def _take_first_tokens(self, prefill: Hold, finished: prefill_pb2.PrefillFinished) -> None:
+    def _take_first_tokens(self, prefill: WorkerBooking, finished: prefill_pb2.PrefillFinished) -> None:
         prefill.member.note_prefilled(prefill)
         self._enter_prefilling()
         if not self.record.ledger.has_tokens:
@@ -157,7 +157,7 @@ class GenerationAttempt(Attempt):
 
     async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Answer) -> None:
         """Follow the decode worker. Its tokens come after the first ones, so they wait until those are delivered."""
-        response = await receive(answer, self.booking.decode)
+        response = await receive(answer, self.booking.answering)
         await has_first_tokens.wait()
         if response is not None:
             self._take_decoded(response)
@@ -172,7 +172,7 @@ class GenerationAttempt(Attempt):
             self._keep_beams(response.beams)
         elif response.HasField("transferred"):
             self.record.add_transfer(response.transferred)
-            self.on_transferred()
+            self.services.chooser.expect(self.booking.plan.answering, self.booking.hashes)
 
     # Local plan.
 
@@ -180,7 +180,7 @@ class GenerationAttempt(Attempt):
         if response.HasField("tokens"):
             if self.life.state is not State.DECODING:
                 self._enter_prefilling()
-                self.booking.decode.member.note_prefilled(self.booking.decode)
+                self.booking.answering.member.note_prefilled(self.booking.answering)
                 self._enter_decoding()
                 if not self.record.ledger.has_tokens:
                     self.record.prefill_s = response.tokens.prefill_s
@@ -199,12 +199,16 @@ class GenerationAttempt(Attempt):
             has_end = take(batch, expected=self.samples)
             self._note_drafts(batch)
         except KvrelayError as error:
-            raise AttemptFailed(self.booking.decode, error) from error
+            raise AttemptFailed(self.booking.answering, error) from error
         self._note_first_token()  # of a local plan; a remote one has had it by now
         if has_end and not self._unfinished():
             self._outcome = AttemptOutcome.COMPLETED
-        elif self.must_move():
+        elif self._must_move():
             self._outcome = AttemptOutcome.MOVED
+
+    def _must_move(self) -> bool:
+        """Return whether the decode worker is leaving; the attempt then ends after the next token."""
+        return self.services.fleet.is_leaving(self.booking.answering.member)
 
     def _note_drafts(self, batch: decode_pb2.TokenBatch) -> None:
         """Count drafts for the request and for this attempt."""
@@ -215,7 +219,7 @@ class GenerationAttempt(Attempt):
     def _keep_beams(self, beams: sequence_pb2.BeamState) -> None:
         """Keep the state of a beam search, from which the next attempt goes on."""
         self.record.beams = beams
-        if self.must_move():
+        if self._must_move():
             self._outcome = AttemptOutcome.MOVED
 
     async def _follow(self, answer: Answer, take: Callable[[decode_pb2.DecodeResponse], None]) -> None:
@@ -225,10 +229,10 @@ class GenerationAttempt(Attempt):
             take(response)
             return self._outcome is not None
 
-        with blaming(self.booking.decode):
+        with blaming(self.booking.answering):
             await answer.follow(settles)
         if self._unfinished():
-            if self.must_move():
+            if self._must_move():
                 self._outcome = AttemptOutcome.MOVED
             return
         with suppress(TimeoutError, KvrelayError):

@@ -29,38 +29,36 @@ from common.errors import (
     KvCorrupt,
     KvrelayError,
     Overloaded,
-    Refused,
     TransferError,
     WorkerError,
     WorkerLost,
 )
 from common.lifecycle import LifeCycle, State
 from common.rpc import to_report
-from common.structured import TaskCensus, all_or_first_failure
+from common.structured import TaskTracker, all_or_first_failure
 from kvrelay.v1 import inference_pb2
 from router.choosing.chooser import Chooser
-from router.fleet.decisions import Booking
+from router.fleet.booking import Booking
 from router.fleet.fleet import Fleet
 from router.fleet.lives import is_failure
 from router.line.line import Line
-from router.line.queued_requests import Leg, QueuedRequestBuilder
 from router.observe.call_outcomes import CallOutcomes
 from router.observe.in_flight import InFlight
 from router.observe.metrics import RouterMetrics
 from router.observe.recent_requests import RecentRequests
 from router.observe.tracing import RequestTraces
 from router.observe.traffic import TrafficRecordings
-from router.placement.running import RunningAnswer
 from router.record.crash_budget import CrashBudget
 from router.record.demand import DemandMeter
 from router.record.lengths import AnswerLengths
-from router.record.outbox import Outbox
 from router.record.record import Delivery, Job, RunningRequest
 from router.record.ticket import Ticket
 from router.requests.attempt import Attempt, AttemptFailed, AttemptOutcome
 from router.requests.embedding_attempt import EmbeddingAttempt
 from router.requests.generation_attempt import GenerationAttempt
-from router.requests.worker_requests import WorkerRequests
+from router.requests.sample_group import SampleGroup
+from router.requests.waits import WaitBuilder
+from router.requests.worker_requests import AttemptServices
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +84,12 @@ class Orchestrator:
         self._config = config
         self.has_coupled_drafts = True
         """Whether drafts, if there are any, change no sampled token."""
-        self._census = TaskCensus()
+        self._tracker = TaskTracker()
+        self._services = AttemptServices(
+            fleet=fleet, chooser=chooser, admission=line.admission, metrics=metrics, tracker=self._tracker
+        )
         self._lengths = AnswerLengths()
-        self._queued_requests = QueuedRequestBuilder(fleet=fleet, lengths=self._lengths, clock=clock, config=config)
+        self._waits = WaitBuilder(fleet=fleet, lengths=self._lengths, clock=clock, config=config)
         self._crash_budget = CrashBudget(config.max_lost_workers, fleet.lives.find_ended, clock)
         self.recordings = TrafficRecordings(clock)
         self.traces = RequestTraces(clock)
@@ -100,7 +101,7 @@ class Orchestrator:
     @property
     def num_request_tasks(self) -> int:
         """Tasks that serve requests: the clients' calls and the tasks that these started."""
-        return self.calls.num_open + self._census.num_tasks
+        return self.calls.num_open + self._tracker.num_tasks
 
     def _draws_again_the_same(self, job: Job) -> bool:
         """Return whether a worker that continues the answer draws the tokens that the one before would have drawn."""
@@ -108,16 +109,14 @@ class Orchestrator:
 
     def take_tokens(self, ticket: Ticket, job: Job) -> None:
         """Count the size of a request against the rate of its tenant, before it runs. Raises Overloaded."""
-        refused = self._admission.take_tokens(
-            ticket, self._queued_requests.expected_service(job, ticket.account.tenant.name)
-        )
+        refused = self._admission.take_tokens(ticket, self._waits.expected_service(job, ticket.account.tenant.name))
         if refused is not None:
             raise refused.error()
 
     @asynccontextmanager
-    async def running(self, job: Job, ticket: Ticket, life: LifeCycle, *, timeout_s: float) -> AsyncIterator[Outbox]:
+    async def running(self, job: Job, ticket: Ticket, life: LifeCycle) -> AsyncIterator[RunningRequest]:
         """Run a job beside the block, which takes its messages. Leaving the block early cancels the job."""
-        record = RunningRequest(job, life, self._clock, deadline_s=self._clock.monotonic() + timeout_s)
+        record = RunningRequest(job, ticket, life, self._clock)
         accepted = inference_pb2.Accepted(
             request_id=job.request_id,
             num_prompt_tokens=len(job.prompt_token_ids),
@@ -128,193 +127,162 @@ class Orchestrator:
             defaults=job.defaults,
             exact_resume=job.model.exact_resume and self._draws_again_the_same(job),
         )
-        record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         outbox = record.outbox
-        outbox.on_large = partial(self._admission.wait_turn, ticket.account.tenant)
+        outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
+        outbox.on_large = partial(self._admission.wait_turn, record.tenant)
         self.traces.follow(record)
-        tenant = ticket.account.tenant.name
         with (
-            self._admission.unsent.holding(ticket.account.tenant) as outbox.holding,
-            self.recordings.following(record, tenant),
-            self.in_flight.following(record, tenant),
+            self._admission.unsent.holding(record.tenant, outbox.overflow) as outbox.holding,
+            self.recordings.following(record),
+            self.in_flight.following(record),
         ):
-            async with self._census.owned(self._run(record, ticket)):
-                yield outbox
+            async with self._tracker.owned(self._run(record)):
+                yield record
 
-    async def _run(self, record: RunningRequest, ticket: Ticket) -> None:
+    async def _run(self, record: RunningRequest) -> None:
         error: KvrelayError | None = None
-        overflow: list[Refused] = []
         try:
-            async with asyncio.timeout(record.deadline_s - self._clock.monotonic()) as limit:
-                record.outbox.on_overflow = partial(_end_now, limit, overflow)
-                self._crash_budget.check(record.job, tenant=ticket.account.tenant.name)
+            async with asyncio.timeout(record.life.left_s) as limit:
+                record.outbox.on_overflow = partial(_end_now, limit)
+                self._crash_budget.check(record)
                 samples = range(record.job.sampling.n)
-                await self._serve(Leg(record=record, ticket=ticket, samples=samples, life=record.life))
+                await self._serve(SampleGroup(record=record, samples=samples, life=record.life))
             record.life.advance(State.FINISHED)
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record, exemplar=self.traces.exemplar(record.job.request_id))
             self.demand.note_answer(record.answered)
-            self.recent.note(record, tenant=ticket.account.tenant.name)
+            self.recent.note(record)
             if record.job.embedding is None:
-                self._lengths.learn(record.job, ticket.account.tenant.name, record.ledger.lengths)
+                self._lengths.learn(record.job, record.tenant.name, record.ledger.lengths)
         except TimeoutError:
             error = DeadlineExceeded("the deadline passed before the answer was complete")
-            if overflow:
-                error = overflow[0].error()
         except (Exception, asyncio.CancelledError) as caught:  # noqa: BLE001 - the top of a task
             error = to_report(caught, f"request {record.job.request_id}")
         finally:
             try:
-                self._admission.charge_compiling(ticket, record.compile_s)
-                self._admission.settle(ticket, record.service)
+                self._admission.charge_compiling(record.ticket, record.compile_s)
+                self._admission.settle(record.ticket, record.service)
             finally:  # the client always gets a terminal status
                 record.outbox.close(error)
 
-    async def _serve(self, leg: Leg) -> None:
-        """Serve a leg until its samples have ended, with a new plan after every worker that is lost or leaves.
+    async def _serve(self, group: SampleGroup) -> None:
+        """Serve a group until its samples have ended, with a new plan after every worker that is lost or leaves.
 
         Several samples that have begun, here or at another router, are served separately; beams go on together from
         their last known state, with the same outcome, of which the ledger takes what is new.
         """
-        ledger = leg.record.ledger
-        while remaining := ledger.unfinished(leg.samples):
-            if len(leg.samples) > 1 and ledger.num_tokens and not leg.record.job.sampling.has_beams:
-                await self._serve_apart(leg, remaining)
+        ledger = group.record.ledger
+        while remaining := ledger.unfinished(group.samples):
+            if len(group.samples) > 1 and ledger.num_tokens and not group.record.job.sampling.has_beams:
+                await self._serve_apart(group, remaining)
                 return
-            if leg.num_attempts or leg.record.job.resumed:  # as behind a worker that is lost, many may go on at once
-                await self._admission.wait_turn(leg.ticket.account.tenant)
-            leg.num_attempts += 1
+            if group.num_attempts or group.record.job.resumed:  # many may go on at once, as behind a lost worker
+                await self._admission.wait_turn(group.record.tenant)
+            group.num_attempts += 1
             try:
-                outcome = await self._attempt(leg)
+                outcome = await self._attempt(group)
                 if outcome is AttemptOutcome.COMPLETED:
                     return
-                leg.num_moves += 1
-                leg.is_set_back = outcome is AttemptOutcome.SET_BACK
-                leg.num_set_back += leg.is_set_back
-                self.calls.totals.num_moves += not leg.is_set_back
+                group.num_moves += 1
+                group.is_set_back = outcome is AttemptOutcome.SET_BACK
+                group.num_set_back += group.is_set_back
+                self.calls.totals.num_moves += not group.is_set_back
             except AttemptFailed as failure:
-                leg.is_set_back = False
-                if not ledger.unfinished(leg.samples):
+                group.is_set_back = False
+                if not ledger.unfinished(group.samples):
                     return
-                self._raise_if_final(leg, failure)
-                tenant = leg.ticket.account.tenant.name
-                await self._crash_budget.weigh(leg.record, failure.hold, samples=leg.samples, tenant=tenant)
-            leg.life.advance(State.QUEUED)
+                self._raise_if_final(group, failure)
+                await self._crash_budget.weigh(group.record, failure.worker, samples=group.samples)
+            group.life.advance(State.QUEUED)
 
-    def _raise_if_final(self, leg: Leg, failure: AttemptFailed) -> None:
+    def _raise_if_final(self, group: SampleGroup, failure: AttemptFailed) -> None:
         """Raise the failure's error unless the request may be planned again, which is then counted."""
         error = failure.error
         if not isinstance(error, WorkerError | TransferError):
             raise error
-        if leg.num_attempts - leg.num_moves >= self._config.max_attempts:
+        if group.num_attempts - group.num_moves >= self._config.max_attempts:
             raise error
         reason = type(error).__name__
-        extra = {"request_id": leg.record.job.request_id, "attempt": leg.num_attempts, "reason": reason}
+        extra = {"request_id": group.record.job.request_id, "attempt": group.num_attempts, "reason": reason}
         logger.warning("planning again: %s", failure, extra=extra)
         self.calls.totals.num_replans += 1
         self._metrics.count_replan(reason)
 
-    async def _serve_apart(self, leg: Leg, remaining: list[int]) -> None:
+    async def _serve_apart(self, group: SampleGroup, remaining: list[int]) -> None:
         """Serve samples that have begun separately: each continues from its own tokens."""
-        legs = [
+        groups = [
             replace(
-                leg,
+                group,
                 samples=range(sample_index, sample_index + 1),
                 # The life cycle of the request follows the first sample.
-                life=LifeCycle(leg.life.request_id, self._clock) if position else leg.life,
+                life=LifeCycle(group.life.request_id, self._clock) if position else group.life,
             )
             for position, sample_index in enumerate(remaining)
         ]
-        async with self._census.owned(*(self._serve(one) for one in legs)) as tasks:
+        async with self._tracker.owned(*(self._serve(one) for one in groups)) as tasks:
             await all_or_first_failure(tasks)
 
-    async def _attempt(self, leg: Leg) -> AttemptOutcome:
+    async def _attempt(self, group: SampleGroup) -> AttemptOutcome:
         """Find a plan and run it; after a worker's refusal, queue again. Raises AttemptFailed."""
-        queued, tenant = self._queued_requests.build(leg), leg.ticket.account.tenant.name
-        following = partial(self._chooser.decisions.following, tenant=tenant, attempt=leg.num_attempts)
-        hashes = queued.search.request.hashes
+        wait = self._waits.build(group)
         while True:
             with (
-                await self._line.place(queued) as booking,
-                self.traces.attempt(leg.life, booking.decision) as traceparent,
-                following(booking.decision),
+                await self._line.place(wait) as booking,
+                self.traces.attempt(group.life, booking.decision) as traceparent,
+                self._chooser.decisions.following(booking.decision, attempt=group.num_attempts),
             ):
-                self._check_model(leg)
-                leg.record.plan = booking.plan
-                if leg.num_attempts == 1:
-                    evicted_tokens = booking.decision.num_evicted_blocks * leg.record.job.model.block_size
-                    leg.record.num_evicted_tokens = evicted_tokens
-                if leg.record.life.first(State.PREFILLING) is None:
-                    leg.record.waits += booking.decision.waits
-                kind = GenerationAttempt if leg.record.job.embedding is None else EmbeddingAttempt
-                attempt = kind(
-                    requests=WorkerRequests(
-                        record=leg.record,
-                        samples=leg.samples,
-                        booking=booking,
-                        issue=self._fleet.issue,
-                        tenant=tenant,
-                        traceparent=traceparent,
-                    ),
-                    life=leg.life,
-                    number=leg.num_attempts,
-                    metrics=self._metrics,
-                    census=self._census,
-                    on_started=partial(self._admission.correct_cached, leg.ticket),
-                    on_transferred=partial(self._chooser.expect, booking.plan.decode, hashes),
-                    has_another=partial(self._fleet.has_another, booking.decode.member),
-                    must_move=partial(self._fleet.is_leaving, booking.decode.member),
-                )
+                self._check_model(group)
+                group.record.plan = booking.plan
+                if group.num_attempts == 1:
+                    evicted_tokens = booking.decision.num_evicted_blocks * group.record.job.model.block_size
+                    group.record.num_evicted_tokens = evicted_tokens
+                if group.record.life.first(State.PREFILLING) is None:
+                    group.record.waits += booking.decision.waits
+                kind = GenerationAttempt if group.record.job.embedding is None else EmbeddingAttempt
+                attempt = kind(group=group, booking=booking, services=self._services, traceparent=traceparent)
                 try:
-                    with self._chooser.expecting(booking, hashes):
-                        outcome = await self._run_attempt(leg, booking, attempt)
+                    with self._chooser.expecting(booking):
+                        outcome = await self._run_attempt(group, booking, attempt)
                 except AttemptFailed as failure:
                     booking.decision.ended = type(failure.error).__name__
                     if not isinstance(failure.error, Overloaded):
-                        self._suspect(leg, booking, failure)
+                        self._suspect(group, booking, failure)
                         raise
-                    leg.life.advance(State.QUEUED)
-                    refusing = failure.hold.member.endpoint.worker_id
-                    self._metrics.count_refusal(failure.hold.member.endpoint.role)
-                    self._chooser.exclude(queued.search, refusing, retry_after_s=failure.error.retry_after_s)
+                    group.life.advance(State.QUEUED)
+                    self._metrics.count_refusal(failure.worker.member.endpoint.role)
+                    self._chooser.exclude(wait, failure.worker, retry_after_s=failure.error.retry_after_s)
                 else:
                     booking.decision.ended = outcome.value
-                    for hold in booking.holds:
-                        self._fleet.note_ended(hold)
+                    for worker in booking.on_workers:
+                        self._fleet.note_ended(worker)
                     if outcome is not AttemptOutcome.COMPLETED:
-                        self._chooser.retract(booking, hashes)
+                        self._chooser.retract(booking)
                     return outcome
 
-    async def _run_attempt(self, leg: Leg, booking: Booking, attempt: Attempt) -> AttemptOutcome:
+    async def _run_attempt(self, group: SampleGroup, booking: Booking, attempt: Attempt) -> AttemptOutcome:
         """Run an attempt until it ends or its answer is set back. Raises AttemptFailed."""
-        if leg.record.job.embedding is not None:
+        if group.record.job.embedding is not None:
             return await attempt.run()
+        booking.number, booking.num_set_back = group.record.ticket.number, group.num_set_back
+        booking.count_blocks = lambda: group.num_blocks
         try:
             async with asyncio.timeout(None) as running:
-                booking.answer = RunningAnswer(
-                    tenant=leg.ticket.account.tenant.name,
-                    number=leg.ticket.number,
-                    num_places=len(leg.samples),
-                    began_s=self._clock.monotonic(),
-                    num_set_back=leg.num_set_back,
-                    count_blocks=lambda: leg.num_blocks,
-                    running=running,
-                )
+                booking.running = running
                 return await attempt.run()
         except TimeoutError:
             if not running.expired():
                 raise
             return AttemptOutcome.SET_BACK
         finally:
-            booking.answer = None
+            booking.running = None
 
-    def _check_model(self, leg: Leg) -> None:
+    def _check_model(self, group: SampleGroup) -> None:
         """Raise WorkerLost when the workers now serve another model, which would continue with other tokens."""
-        model, now = leg.record.job.model, self._fleet.model
+        model, now = group.record.job.model, self._fleet.model
         if now is None or now.fingerprint != model.fingerprint:
             raise WorkerLost(f"the workers of model {model.name} ({model.fingerprint}) are gone")
 
-    def _suspect(self, leg: Leg, booking: Booking, failure: AttemptFailed) -> None:
+    def _suspect(self, group: SampleGroup, booking: Booking, failure: AttemptFailed) -> None:
         """Take the workers of a failed attempt out of use until they answer again.
 
         A prefill worker that dies makes the decode worker's call fail as well, possibly first. From its own call until
@@ -322,22 +290,21 @@ class Orchestrator:
         """
         if not isinstance(failure.error, WorkerError | TransferError):
             return
-        suspects = [failure.hold]
+        suspects = [failure.worker]
         prefill = booking.prefill
         if prefill is not None and not prefill.has_left:
-            leg.failed_pairs.add((prefill.life, booking.decode.life))
-            if prefill is not failure.hold:
+            group.failed_pairs.add((prefill.life, booking.answering.life))
+            if prefill is not failure.worker:
                 suspects.append(prefill)
         if not isinstance(failure.error, KvCorrupt):  # both workers were alive: a later end has another reason
-            used = [hold.life for hold in booking.holds if not hold.has_left]
-            leg.record.losses.note(used, num_tokens=leg.record.num_steps_done, now_s=self._clock.monotonic())
-        for hold in suspects:
-            self._fleet.note_ended(hold, num_failed=is_failure(failure.error))
-            self._fleet.suspect(hold, str(failure))
+            used = [worker.life for worker in booking.on_workers if not worker.has_left]
+            group.record.losses.note(used, num_tokens=group.record.num_steps_done, now_s=self._clock.monotonic())
+        for worker in suspects:
+            self._fleet.note_ended(worker, num_failed=is_failure(failure.error))
+            self._fleet.suspect(worker, str(failure))
 
 
-def _end_now(limit: asyncio.Timeout, overflow: list[Refused], refused: Refused) -> None:
-    """End a request whose client does not read; `overflow` gets the reason, once."""
-    if not overflow:
-        overflow.append(refused)
+def _end_now(limit: asyncio.Timeout) -> None:
+    """End a request whose client does not read; its outbox has the reason."""
+    if not limit.expired():
         limit.reschedule(asyncio.get_running_loop().time())

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 
 from common.block_hash import num_usable_blocks
 from common.ids import Epoch, HandoffId, WorkerId
-from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
+from common.structured import TaskTracker
+from common.trust.tickets import PullRight, of_blocks, of_handoff
 from common.wire_names import PlanKind
 from kvrelay.v1 import decode_pb2, prefill_pb2, sequence_pb2
-from router.fleet.decisions import Booking
-from router.fleet.hold import Hold
-from router.placement.plans import Keeper, Plan
+from router.choosing.chooser import Chooser
+from router.fleet.booking import Booking, WorkerBooking
+from router.fleet.fleet import Fleet
+from router.line.admission import Admission
+from router.observe.metrics import RouterMetrics
+from router.placement.plans import Plan, RetainedOn
 from router.record.record import Delivery, RunningRequest
+from router.requests.sample_group import SampleGroup
 
 CAPABILITY_BYTES = 32
 """Size of the secret with which a client streams from a decode worker (decode_worker/direct.py)."""
@@ -23,24 +28,43 @@ CHECKPOINT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptServices:
+    """What the attempts of all requests use of their router."""
+
+    fleet: Fleet
+    chooser: Chooser
+    admission: Admission
+    metrics: RouterMetrics
+    tracker: TaskTracker
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class WorkerRequests:
     """Makes the messages for some samples of a request under one booked plan."""
 
-    record: RunningRequest
-    samples: range
+    group: SampleGroup
     booking: Booking
-    issue: IssueTicket
-    tenant: str
+    services: AttemptServices
     traceparent: str
     """The attempt's place in a trace, for the workers; empty: it is not traced."""
 
-    def decode(self, handoff_id: HandoffId) -> decode_pb2.DecodeRequest:
+    @property
+    def record(self) -> RunningRequest:
+        """The request."""
+        return self.group.record
+
+    @property
+    def samples(self) -> range:
+        """Its samples that are asked for."""
+        return self.group.samples
+
+    def decode_request(self, handoff_id: HandoffId) -> decode_pb2.DecodeRequest:
         """Return the call of the decode worker, which pulls the handoff, or computes the prompt in a local plan."""
-        decode, prefill = self.booking.decode, self.booking.prefill
+        decode, prefill = self.booking.answering, self.booking.prefill
         request = decode_pb2.DecodeRequest(
             sequence=self.record.sequence(
                 self.samples,
-                _retention(self.booking.plan, Keeper.DECODE),
+                _retention(self.booking.plan, RetainedOn.DECODE),
                 tpot_slo_s=decode.tpot_slo_s if decode.bounds_prompts else math.inf,
                 prefill_booking=self._prefill_booking(decode) if prefill is None else None,
                 traceparent=self.traceparent,
@@ -54,12 +78,12 @@ class WorkerRequests:
             request.sequence.beams.CopyFrom(self.record.beams)
         return request
 
-    def prefill(self, worker: Hold, handoff_id: HandoffId) -> prefill_pb2.PrefillRequest:
+    def prefill_request(self, worker: WorkerBooking, handoff_id: HandoffId) -> prefill_pb2.PrefillRequest:
         """Return the call of the prefill worker that serves the handoff."""
         return prefill_pb2.PrefillRequest(
             sequence=self.record.sequence(
                 self.samples,
-                _retention(self.booking.plan, Keeper.PREFILL),
+                _retention(self.booking.plan, RetainedOn.PREFILL),
                 prefill_booking=self._prefill_booking(worker),
                 traceparent=self.traceparent,
             ),
@@ -68,9 +92,9 @@ class WorkerRequests:
             source=self._source(worker),
         )
 
-    def embedding(self) -> prefill_pb2.PrefillRequest:
+    def embedding_request(self) -> prefill_pb2.PrefillRequest:
         """Return the call of the worker that computes an embedding."""
-        worker = self.booking.decode
+        worker = self.booking.answering
         return prefill_pb2.PrefillRequest(
             sequence=self.record.sequence(
                 self.samples, prefill_booking=self._prefill_booking(worker), traceparent=self.traceparent
@@ -79,13 +103,13 @@ class WorkerRequests:
             source=self._source(worker),
         )
 
-    def _prefill_booking(self, computes: Hold) -> sequence_pb2.PrefillBooking | None:
+    def _prefill_booking(self, computes: WorkerBooking) -> sequence_pb2.PrefillBooking | None:
         max_wait_s = self.booking.plan.max_wait_s
         if max_wait_s == math.inf:
             return None
         return sequence_pb2.PrefillBooking(max_wait_s=max_wait_s, prefill_s=computes.prefill_s)
 
-    def _handoff(self, prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
+    def _handoff(self, prefill: WorkerBooking, handoff_id: HandoffId) -> decode_pb2.Handoff:
         """Return where the decode worker pulls the prompt's KV from, with its ticket."""
         source = prefill.member.endpoint.worker_id
         return decode_pb2.Handoff(
@@ -93,35 +117,36 @@ class WorkerRequests:
             prefill_worker_id=source,
             prefill_address=prefill.member.kv_address,
             prefill_epoch=prefill.epoch,
-            ticket=self._ticket(self.booking.decode, source, prefill.epoch, of_handoff(handoff_id)),
+            ticket=self._ticket(self.booking.answering, source, prefill.epoch, of_handoff(handoff_id)),
         )
 
-    def _source(self, computes: Hold) -> sequence_pb2.KvSource | None:
+    def _source(self, computes: WorkerBooking) -> sequence_pb2.KvSource | None:
         """Return where the worker that computes the prompt pulls leading blocks from, with its ticket; None: nowhere.
 
         The ticket covers exactly the blocks that are asked for. The last token is always computed, so its block is
         left out.
         """
-        source = self.booking.source
-        if source is None:
+        source, pull = self.booking.source, self.booking.plan.pull
+        if source is None or source.facts is None or pull is None:
             return None
-        record = self.record
+        record, epoch = self.record, source.facts.epoch
         output = record.output_of(self.samples)
         num_tokens = len(record.job.prompt_token_ids) + len(output)
-        num_blocks = min(source.num_blocks, num_usable_blocks(num_tokens, record.job.model.block_size))
+        num_blocks = min(pull.num_blocks, num_usable_blocks(num_tokens, record.job.model.block_size))
         subject = of_blocks(record.job.hashes(output)[:num_blocks].packed)
         return sequence_pb2.KvSource(
-            worker_id=source.worker_id,
-            address=source.address,
-            epoch=source.epoch,
+            worker_id=pull.source,
+            address=source.kv_address,
+            epoch=epoch,
             num_blocks=num_blocks,
-            ticket=self._ticket(computes, WorkerId(source.worker_id), Epoch(source.epoch), subject),
+            ticket=self._ticket(computes, pull.source, epoch, subject),
         )
 
-    def _ticket(self, puller: Hold, source: WorkerId, epoch: Epoch, subject: str) -> str:
+    def _ticket(self, puller: WorkerBooking, source: WorkerId, epoch: Epoch, subject: str) -> str:
         """Return the ticket with which a worker pulls from one life of another."""
         puller_id = puller.member.endpoint.worker_id
-        return self.issue(PullRight(puller=puller_id, source=source, epoch=epoch, subject=subject, tenant=self.tenant))
+        right = PullRight(puller=puller_id, source=source, epoch=epoch, subject=subject, tenant=self.record.tenant.name)
+        return self.services.fleet.issue(right)
 
 
 def _direct_access() -> decode_pb2.DirectAccess:
@@ -132,7 +157,7 @@ def _direct_access() -> decode_pb2.DirectAccess:
     )
 
 
-def _retention(plan: Plan, side: Keeper) -> "sequence_pb2.Retention.ValueType":
+def _retention(plan: Plan, side: RetainedOn) -> "sequence_pb2.Retention.ValueType":
     """Return how long the worker on this side of a remote plan keeps the blocks."""
-    is_keeper = plan.kind is PlanKind.LOCAL or plan.keeper in (Keeper.BOTH, side)
-    return sequence_pb2.RETENTION_UNSPECIFIED if is_keeper else sequence_pb2.RETENTION_BRIEF
+    is_retained = plan.kind is PlanKind.LOCAL or plan.retained_on in (RetainedOn.BOTH, side)
+    return sequence_pb2.RETENTION_UNSPECIFIED if is_retained else sequence_pb2.RETENTION_BRIEF

@@ -97,8 +97,8 @@ def test_arm_when_closed_takes_its_helpers_along(start_arm: StartArm) -> None:
 @pytest.fixture
 def run_arms(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Figures, list[str]]]:
     rates = DeviceRates(read_bytes_per_s=1.0, flops_per_s=1.0)
-    monkeypatch.setattr("engine.floors.RateMeter.__init__", lambda _self: None)
-    monkeypatch.setattr("engine.floors.RateMeter.measure", lambda _self: rates)
+    monkeypatch.setattr("engine.model.floors.RateMeter.__init__", lambda _self: None)
+    monkeypatch.setattr("engine.model.floors.RateMeter.measure", lambda _self: rates)
     monkeypatch.setattr("benchmarks.engine.measure._SETTLE_S", 0.0)
 
     def measure(*arms: Arm) -> tuple[Figures, list[str]]:

@@ -10,7 +10,8 @@ from benchmarks.cuda.arms import Arm, Format
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Failure, Reading, Report
 from common.random_models import CONFIGS
-from engine.model.weights import allocate_weights, checkpoint_views
+from engine.weights.config import parse_config
+from engine.weights.layout import allocate_weights, checkpoint_views
 
 
 def make_report(*, ratio: float | None = None, goal: float | None = None, failure: str | None = None) -> Report:
@@ -19,7 +20,8 @@ def make_report(*, ratio: float | None = None, goal: float | None = None, failur
     return Report(part="speed", title="Speed", machine="a card", readings=[reading], failures=failures)
 
 
-@pytest.mark.parametrize("model", CONFIGS)
+# No mixture of experts runs on a GPU, and a step reads only some of its experts.
+@pytest.mark.parametrize("model", [name for name, raw in CONFIGS.items() if parse_config(raw).experts is None])
 def test_weight_bytes_when_bf16_are_those_of_the_matrices_that_a_step_reads(model: str) -> None:
     arm = Arm(model=model, format=Format.BF16)
     views = checkpoint_views(

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import bench_record
+from cli import bench
 from kvrelay.v1 import inference_pb2
 from tests.cli.conftest import Run
 from tests.client.fake_server import FakeInference
@@ -37,8 +37,8 @@ def test_record_when_interrupted_writes_what_came(
         real(stream, trace, 1)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
-    real = bench_record._read  # noqa: SLF001 - where Ctrl-C comes
-    monkeypatch.setattr(bench_record, "_read", read)
+    real = bench._read  # noqa: SLF001 - where Ctrl-C comes
+    monkeypatch.setattr(bench, "_read", read)
     fake.traffic = [told(20), told(30)]
     path = tmp_path / "out.jsonl"
     result = run("bench", "record", str(path), "-a", address)

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 from cli.bench_results import _names as names_of
-from measure.load.store import write_run
 from tests.cli.conftest import Run
-from tests.measure.load.made_runs import made_run
+from tests.measure.load.made_runs import made_run, write_run
 
 
 def test_bench_report_judges_a_run_by_other_objectives(run: Run, folder: Path) -> None:
@@ -48,7 +47,7 @@ def test_bench_compare_puts_runs_side_by_side(run: Run, folder: Path) -> None:
     result = run("bench", "compare", "before", "after", "--warm-up", "0")
     assert result.exit_code == 0, result.output
     (line,) = [line.split() for line in result.stdout.splitlines() if line.split()[:2] == ["TTFT", "p50"]]
-    assert line == ["TTFT", "p50", "200", "ms", "300", "ms", "×1.5", "[1.5", "–", "1.5]"]
+    assert line == ["TTFT", "p50", "all", "200", "ms", "300", "ms", "×1.5", "[1.5", "–", "1.5],", "worse"]
     assert "before" in result.stdout
     assert (folder / "after" / "comparison.html").read_text().startswith("<!doctype html>")
     assert "Compared request by request: B." in result.stdout

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from cli.demo import TaggedLines, ask_everything
+from cli.demo import ask_everything
 from cli.demo_prompts import ANSWER_TOKENS, LONG_PROMPT_TOKENS, long_prompt
 from common.errors import EngineFault
 from kvrelay.v1 import inference_pb2
@@ -33,7 +33,6 @@ def test_demo_asks_everything_shows_the_cost_and_stops(
     assert len(fake.generate_requests) == 9
     assert result.stdout.count("remote prefill-0 → decode-0\n            longest prefix\n") == 9
     assert result.stdout.count("Hello world") == 9
-    assert "A │ Hello world" in result.stdout
     assert "policy predictive" in result.stdout
 
 
@@ -119,17 +118,3 @@ def test_long_prompt_fits_the_model_and_is_long(max_model_len: int) -> None:
     num_tokens = len(prompt.messages[0].content.split())
     assert num_tokens + ANSWER_TOKENS <= max_model_len
     assert num_tokens >= min(LONG_PROMPT_TOKENS, max_model_len - 200)
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_tagged_lines_lose_no_word_whatever_the_pieces(size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "word " * 40 + "\n" + "x" * 200 + "\n\nend"
-    lines = TaggedLines("A")
-    for start in range(0, len(text), size):
-        lines.write(text[start : start + size])
-    lines.flush()
-    shown = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("A │ ") and len(line) <= 80 for line in shown)
-    assert "".join(line.removeprefix("A │ ") for line in shown).replace(" ", "") == text.replace(" ", "").replace(
-        "\n", ""
-    )

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.generate import Stopwatch, local_config
+from cli.generate import local_config
 from common.errors import InvalidRequest
 from kvrelay.v1 import sampling_pb2
 from tests.cli.conftest import FakeLifecycle, Run
@@ -185,14 +185,3 @@ def test_local_config_overrides_the_file(folder: Path) -> None:
     config = local_config(path, {"id": None, "device": "cpu", "dtype": None, "local_files_only": True})
     assert (config.model.id, config.model.dtype) == ("from-file", "float16")
     assert (config.model.device, config.model.local_files_only) == ("cpu", True)
-
-
-def test_stopwatch_with_fewer_than_two_tokens_has_no_gap() -> None:
-    stopwatch = Stopwatch()
-    assert (stopwatch.ttft_s, stopwatch.tpot_s, stopwatch.num_tokens) == (None, None, 0)
-    stopwatch.note_token()
-    assert stopwatch.ttft_s == stopwatch.elapsed_s
-    assert stopwatch.tpot_s is None
-    stopwatch.note_token()
-    assert stopwatch.ttft_s is not None
-    assert stopwatch.tpot_s == stopwatch.elapsed_s - stopwatch.ttft_s

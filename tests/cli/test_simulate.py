@@ -4,9 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from measure.experiment.store import Store
 from tests.cli.conftest import Run
 
 SMALL = str(Path(__file__).parents[1] / "data" / "small.jsonl")
+
+
+def slowest(folder: Path, policy: str) -> Path:
+    """Return the folder of a policy's run at the lowest speed."""
+    store = Store(folder / "out")
+    point = min((point for point in store.points() if point.arm.name == policy), key=lambda point: point.load)
+    return store.folder(point.source, point.cell)
 
 
 def test_simulate_compares_policies_and_leaves_table_page_and_requests(run: Run, folder: Path) -> None:
@@ -18,17 +26,17 @@ def test_simulate_compares_policies_and_leaves_table_page_and_requests(run: Run,
     assert "at the choice: off, held" in result.stdout
     assert (folder / "out" / "report.html").read_text().startswith("<!doctype html>")
     assert (folder / "out" / "table.txt").exists()
-    lines = (folder / "out" / "cells" / "predictive@0.5" / "requests.jsonl").read_text().splitlines()
+    lines = (slowest(folder, "predictive") / "requests.jsonl").read_text().splitlines()
     assert len(lines) == 25
     assert json.loads(lines[3])["index"] == 3
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_simulate_says_within_seconds_how_far_it_is(run: Run, jobs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.simulate._TELL_REQUESTS_S", 0.01)
+    monkeypatch.setattr("cli.experiment._REPORT_REQUESTS_S", 0.01)
     result = run("simulate", "-t", SMALL, "-n", "25", "-p", "round_robin,predictive", "-o", "out", "-j", jobs)
     assert result.exit_code == 0, result.output
-    told = [int(count) for count in re.findall(r"(\d+) of 50 requests", result.stderr)]
+    told = [int(count) for count in re.findall(r"(\d+) requests have ended", result.stderr)]
     assert told == sorted(told)
     assert any(0 < count < 50 for count in told)
 
@@ -39,8 +47,8 @@ def test_simulate_with_bound_tells_how_much_of_it_each_policy_reaches(run: Run, 
     assert result.exit_code == 0, result.output
     bounds = json.loads((folder / "out" / "bounds.json").read_text())
     assert 0 < bounds["40"]["num_good"] < bounds["1"]["num_good"] <= bounds["1"]["num_requests"] == 25
-    summaries = [folder / "out" / "cells" / f"round_robin@{speed}" / "summary.json" for speed in bounds]
-    num_good = [json.loads(summary.read_text())["figures"]["num_good"] for summary in summaries]
+    points = sorted(Store(folder / "out").points(), key=lambda point: point.load)
+    num_good = [point.overall.num_good for point in points]
     assert all(good <= bound["num_good"] for good, bound in zip(num_good, bounds.values(), strict=True))
     for output in (result.stdout, (folder / "out" / "table.txt").read_text()):
         assert "of bound %" in output
@@ -50,7 +58,7 @@ def test_simulate_with_bound_tells_how_much_of_it_each_policy_reaches(run: Run, 
 def test_simulate_aggregated_puts_all_workers_in_one_pool(run: Run, folder: Path) -> None:
     result = run("simulate", "-t", SMALL, "-n", "8", "-p", "round_robin", "-w", "1P1D", "--aggregated", "-o", "out")
     assert result.exit_code == 0, result.output
-    workers = json.loads((folder / "out" / "cells" / "round_robin@1" / "workers.json").read_text())
+    workers = json.loads((slowest(folder, "round_robin") / "workers.json").read_text())
     assert [worker["worker_id"] for worker in workers] == ["decode-0", "decode-1"]
 
 
@@ -62,8 +70,7 @@ def test_simulate_with_a_timing_file_takes_times_and_step_budget_from_it(run: Ru
     )
     result = run("simulate", "-t", SMALL, "-n", "1", "-p", "round_robin", "--timing", "slow.json", "-o", "out")
     assert result.exit_code == 0, result.output
-    assert json.loads((folder / "out" / "settings.json").read_text())["max_step_tokens"] == 4096
-    only = json.loads((folder / "out" / "cells" / "round_robin@1" / "requests.jsonl").read_text())
+    only = json.loads((slowest(folder, "round_robin") / "requests.jsonl").read_text())
     num_prefill_steps = -(-only["num_prompt_tokens"] // 4096)
     first_s, last_s = only["chunk_s"]
     assert first_s == pytest.approx(0.25 * num_prefill_steps, abs=0.05)
@@ -96,7 +103,7 @@ def test_simulate_in_a_folder_of_other_settings_names_what_differs(run: Run) -> 
     assert run(*arguments).exit_code == 0
     refused = run(*arguments, "--seed", "1")
     assert refused.exit_code == 1
-    assert "out holds results of other settings (seed differ)" in refused.stderr
+    assert "out holds results of other settings (simulated seed differ)" in refused.stderr
     assert run(*arguments, "--seed", "1", "--again").exit_code == 0
 
 

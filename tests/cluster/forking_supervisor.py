@@ -16,9 +16,8 @@ from typing import Any
 
 import psutil
 
-from cluster.processes import child
+from cluster.processes import child, fork_server
 from cluster.processes.launch_local import LocalLauncher
-from cluster.processes.launcher import StartFailed
 from cluster.processes.plan import ProcessSpec
 from cluster.processes.run_dir import log_path
 from tests.cluster.support import make_spec
@@ -26,7 +25,6 @@ from tests.trust import AUTHORITY
 
 _MODES = {
     "decode-1": ["--with-child"],
-    "decode-2": ["--fail", "port is taken"],
     "decode-3": ["--never-ready"],
     "decode-4": ["--say", "spoken"],
 }
@@ -58,18 +56,10 @@ async def life(launcher: LocalLauncher) -> dict[str, Any]:
     return told | {"is_over": not psutil.pid_exists(known.pid), "end": await process.exited()}
 
 
-async def kill(launcher: LocalLauncher) -> str:
+async def kill(launcher: LocalLauncher) -> None:
     process = await launcher.start(make_spec("decode-0"))
     os.kill(process.ready.pid, signal.SIGKILL)
-    return await process.exited()
-
-
-async def failure(launcher: LocalLauncher) -> str:
-    try:
-        await launcher.start(make_spec("decode-2"))
-    except StartFailed as error:
-        return str(error)
-    return ""
+    await process.exited()
 
 
 def servers() -> list[psutil.Process]:
@@ -91,6 +81,7 @@ async def lost_server(launcher: LocalLauncher) -> list[object]:
 
 async def stopped_server(launcher: LocalLauncher) -> str:
     """Stop the fork server, and start a service."""
+    fork_server._ANSWER_S = 0.5  # noqa: SLF001
     await (await launcher.start(make_spec("decode-0"))).stop(10)
     (server,) = servers()
     server.suspend()
@@ -161,7 +152,7 @@ async def endless(launcher: LocalLauncher) -> None:
     await asyncio.Event().wait()
 
 
-_ALL = (life, kill, failure, lost_server, stopped_server, changed_module, secrets, strays, cancelled, endless)
+_ALL = (life, lost_server, stopped_server, changed_module, secrets, strays, cancelled, endless)
 _SCENARIOS: dict[str, Callable[[LocalLauncher], Awaitable[object]]] = {each.__name__: each for each in _ALL}
 _MODULES = ("spoken", "common.tracing")
 

@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from cluster.changes.rollout import Rollouts, RolloutTerms, Surroundings
+from cluster.changes.rollout import RolloutHooks, Rollouts, RolloutTerms
 from cluster.changes.scaling import Scaler
 from cluster.processes.launcher import StartFailed
 from cluster.processes.life import Life
@@ -124,8 +124,8 @@ class Bench:
         for spec in make_plan(self.before, HOST):
             self.workforce.pool.append(process(spec))
         self.scaler = Scaler(self.before, self.workforce, partial(make_plan, host=HOST))
-        surroundings = Surroundings(keep=self._keep, check=self._check, inspect=self._inspect, sleep=self._sleep)
-        self.rollouts = Rollouts(self.scaler, self.workforce, surroundings)
+        hooks = RolloutHooks(keep=self._keep, check=self._check, inspect=self._inspect, sleep=self._sleep)
+        self.rollouts = Rollouts(self.scaler, self.workforce, hooks)
 
     async def run(self, after: ServingConfig, terms: RolloutTerms = TERMS) -> None:
         await self.rollouts.run(after, terms, report=self.reports.append)

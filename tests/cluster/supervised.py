@@ -8,13 +8,44 @@ from pathlib import Path
 
 from cluster.processes.launch_local import LocalLauncher
 from cluster.processes.launcher import Launcher
-from cluster.processes.plan import HostResources, make_plan
+from cluster.processes.plan import HostResources, ProcessSpec, make_plan
 from cluster.processes.state import ClusterState, ProcessState, StateFile
-from cluster.processes.supervisor import Ground, Supervisor
+from cluster.processes.supervisor import Supervisor, SupervisorContext
 from cluster.processes.workforce import StopGrace
 from cluster.trust import Trust
+from common.process import ProcessIdentity, Ready
 from tests.cluster.support import RecordingRouter, fake_command, make_config, recording_router
 from tests.trust import AUTHORITY
+
+
+@dataclass
+class Life:
+    """A life of a process that is only an address; ends when it is stopped."""
+
+    ready: Ready
+    identity: ProcessIdentity | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def exited(self) -> str:
+        await self.over.wait()
+        return "stopped"
+
+    async def stop(self, grace_s: float) -> None:
+        self.over.set()
+
+
+class FakeLauncher:
+    """The part of a Launcher that shares nothing and has room for everything."""
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def found(self) -> frozenset[str]:
+        return frozenset()
+
+    def missing_room_of(self, spec: ProcessSpec) -> str:
+        return ""
 
 
 @dataclass
@@ -48,7 +79,7 @@ async def make_cluster(
         config, address = make_config(router={"port": port}), f"127.0.0.1:{port}"
         command = fake_command(routers=[address], modes=by_name)
         local = LocalLauncher(command=command, run_dir=run_dir, authority=AUTHORITY)
-        ground = Ground(
+        context = SupervisorContext(
             launcher=local if launcher_for is None else launcher_for(address),
             trust=Trust(AUTHORITY, folder=run_dir, has_own_files=False),
             state_file=StateFile(run_dir),
@@ -57,11 +88,11 @@ async def make_cluster(
         supervisor = Supervisor(
             config,
             specs=make_plan(config, HostResources(cores=2, gpus=None)),
-            ground=ground,
+            context=context,
             report=reports.append,
             grace=StopGrace(router_s=10, worker_s=0.5),
         )
-        yield Cluster(router=router, supervisor=supervisor, state_file=ground.state_file, reports=reports)
+        yield Cluster(router=router, supervisor=supervisor, state_file=context.state_file, reports=reports)
 
 
 @asynccontextmanager

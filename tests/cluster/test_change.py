@@ -1,7 +1,8 @@
 """Changes of a cluster: their order by pools, their cancellation, and what the command line hears of them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+import stat
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -200,13 +201,13 @@ async def test_pools_that_grow_at_the_same_time_reach_both_sizes() -> None:
 
 
 @asynccontextmanager
-async def controlled(run_dir: Path, workforce: FakeWorkforce) -> AsyncIterator[Changes]:
+async def controlled(
+    run_dir: Path, workforce: FakeWorkforce, *, stop: Callable[[], None] = lambda: None
+) -> AsyncIterator[Changes]:
     """Serve the control socket of fake processes."""
     changes, unused = Changes(), cast("Any", None)
     bench = Bench(make_config(), workforce)
-    controls = Controls(
-        scaler=bench.scaler, rollouts=bench.rollouts, planning=unused, changes=changes, stop=lambda: None
-    )
+    controls = Controls(scaler=bench.scaler, rollouts=bench.rollouts, planning=unused, changes=changes, stop=stop)
     async with serving_control(controls, run_dir):
         yield changes
         await changes.close()
@@ -283,3 +284,22 @@ async def test_sizes_that_cannot_be_are_refused_at_once_and_are_no_change(tmp_pa
 async def test_supervisor_that_does_not_serve_yet_is_named_as_the_reason(tmp_path: Path) -> None:
     with pytest.raises(control.SupervisorAway):
         await asyncio.to_thread(control.read_changes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["short", pytest.param("scratch/" * 30, id="longer than a socket's path"), "with space, % 41 # and ü?"]
+)
+async def test_cluster_is_controlled_in_any_run_folder(tmp_path: Path, name: str) -> None:
+    run_dir, stopping = tmp_path / name, asyncio.Event()
+    run_dir.mkdir(parents=True)
+    async with controlled(run_dir, FakeWorkforce(), stop=stopping.set):
+        assert stat.S_IMODE(control.socket_path(run_dir).stat().st_mode) == 0o600
+        assert not (await asyncio.to_thread(control.read_changes, run_dir)).changes
+        await asyncio.to_thread(control.stop, run_dir)
+    assert stopping.is_set()
+    assert not control.socket_path(run_dir).exists()
+
+
+def test_supervisor_of_a_deleted_run_folder_is_away(tmp_path: Path) -> None:
+    with pytest.raises(control.SupervisorAway, match="is gone"):
+        control.stop(tmp_path / "deleted")

@@ -5,68 +5,21 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from cluster.lifecycle import ClusterError, ClusterInfo, down, read_info, up
-from cluster.processes.state import ClusterState, ProcessState, StateFile
-from common.config import ServingConfig
+from cluster.lifecycle import ClusterError, ClusterInfo, read_info, up
 from common.process import ProcessIdentity
 from kvrelay.client import Client
 from tests.cluster.support import make_config
+from tests.e2e.harness import fake_config, family, members, process_of, standing_cluster
 
 pytestmark = pytest.mark.e2e
 
-_POOL = {"num_blocks": 64}
 _PROMPT = "a prompt that is longer than the threshold for local prefill"
-
-
-def make_fake_config(launcher: str, **sections: object) -> ServingConfig:
-    pools = {"prefill": _POOL, "decode": _POOL}
-    return make_config(launcher=launcher, pools=pools, router={"port": 0}, **sections)
-
-
-@contextmanager
-def running(run_dir: Path, launcher: str) -> Iterator[ClusterInfo]:
-    """Run a cluster; afterwards everything that belonged to it must be gone."""
-    info = up(make_fake_config(launcher), config_path=Path("serving.yaml"), run_dir=run_dir, report=lambda _: None)
-    try:
-        yield info
-    finally:
-        members = [*below(info.pid), *identities(run_dir)]
-        down(run_dir, report=lambda _: None)
-        assert [each for each in members if each.is_alive()] == []
-        assert read_info(run_dir) is None
-
-
-def below(pid: int) -> list[ProcessIdentity]:
-    try:
-        family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.NoSuchProcess:
-        return []
-    return [identity for identity in map(ProcessIdentity.of, family) if identity is not None]
-
-
-def read_state(run_dir: Path) -> ClusterState:
-    state = StateFile(run_dir).read()
-    assert state is not None
-    return state
-
-
-def identities(run_dir: Path) -> list[ProcessIdentity]:
-    state = StateFile(run_dir).read()
-    if state is None:
-        return []
-    own = [process.identity for process in state.processes if process.identity is not None]
-    return [*own, *state.helpers, state.supervisor]
-
-
-def process(run_dir: Path, name: str) -> ProcessState:
-    return next(each for each in read_state(run_dir).processes if each.name == name)
 
 
 def eventually(condition: Callable[[], bool], *, what: str, timeout_s: float = 60.0) -> None:
@@ -87,22 +40,23 @@ def is_healthy(http_address: str) -> bool:
         return bool(response.status == 200)
 
 
-def kill_every_process(info: ClusterInfo, run_dir: Path) -> None:
+def kill_every_process(info: ClusterInfo) -> None:
     """Kill the services one by one, each of which comes back; then the supervisor, so that only `down` ends them."""
+    run_dir = info.run_dir
     first = answer(info.address)
     assert len(first) == 8
     assert is_healthy(info.http_address)
 
     for name in ("decode-0", "prefill-0", "router-0"):
-        before = process(run_dir, name).identity
+        before = process_of(run_dir, name).identity
         assert before is not None
         before.signal(signal.SIGKILL)
 
         def is_back(name: str = name, before: ProcessIdentity = before) -> bool:
-            return process(run_dir, name).identity not in (None, before)
+            return process_of(run_dir, name).identity not in (None, before)
 
         eventually(is_back, what=f"{name} is back")
-        assert process(run_dir, name).num_restarts == 1
+        assert process_of(run_dir, name).num_restarts == 1
 
     assert answer(info.address) == first
     assert is_healthy(info.http_address)
@@ -111,35 +65,35 @@ def kill_every_process(info: ClusterInfo, run_dir: Path) -> None:
     assert set(logs) >= {"supervisor.log", "router-0.log", "prefill-0.log", "decode-0.log"}
     assert all(size > 0 for size in logs.values())
 
-    members = identities(run_dir)
-    read_state(run_dir).supervisor.signal(signal.SIGKILL)
-
-    down(run_dir, report=lambda _: None)
-
-    assert [each for each in members if each.is_alive()] == []
-    assert StateFile(run_dir).read() is None
+    assert info.pid == members(run_dir)[-1].pid
+    members(run_dir)[-1].signal(signal.SIGKILL)
 
 
 def test_every_process_killed_comes_back_and_a_cluster_beside_it_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path / "blue", "local") as blue, running(tmp_path / "green", "local") as green:
-        members = identities(tmp_path / "green")
+    for name in ("blue", "green"):
+        (tmp_path / name).mkdir()
+    with (
+        standing_cluster(tmp_path / "blue", fake_config()) as blue,
+        standing_cluster(tmp_path / "green", fake_config()) as green,
+    ):
+        others = members(green.run_dir)
         assert blue.address != green.address
         assert answer(blue.address) == answer(green.address)
 
-        kill_every_process(blue, tmp_path / "blue")
+        kill_every_process(blue)
 
         assert len(answer(green.address)) == 8
-        assert identities(tmp_path / "green") == members
+        assert members(green.run_dir) == others
 
 
 def test_starter_killed_before_the_cluster_is_ready_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import signal, sys; from pathlib import Path; from cluster.lifecycle import up\n"
-        "from tests.cluster.test_cluster_e2e import make_fake_config\n"
+        "from common.config import parse_config; from tests.e2e.harness import fake_config\n"
         "def report(text):\n"
         "    print(text)\n"
         "    if 'starting router-0' in text: signal.pause()  # so that it never hears that the cluster is ready\n"
-        "up(make_fake_config('local'), config_path=Path('x'), run_dir=Path(sys.argv[1]), report=report)"
+        "up(parse_config(fake_config(), source='x'), config_path=Path('x'), run_dir=Path(sys.argv[1]), report=report)"
     )
     root = Path(__file__).parents[2]
     with subprocess.Popen(
@@ -148,14 +102,14 @@ def test_starter_killed_before_the_cluster_is_ready_leaves_nothing(tmp_path: Pat
         assert starter.stdout is not None
         while b"starting router-0" not in starter.stdout.readline():
             assert starter.poll() is None
-        eventually(lambda: bool(identities(tmp_path)), what="state.json is there")
-        supervisor = read_state(tmp_path).supervisor
-        members = below(supervisor.pid)
+        eventually(lambda: bool(members(tmp_path)), what="state.json is there")
+        supervisor = members(tmp_path)[-1]
+        started = family(supervisor.pid)
         starter.kill()
 
     eventually(lambda: not supervisor.is_alive(), what="the supervisor ends")
-    assert [each for each in members if each.is_alive()] == []
-    assert StateFile(tmp_path).read() is None
+    assert [each for each in started if each.is_alive()] == []
+    assert members(tmp_path) == []
 
 
 def test_up_when_a_service_cannot_start_tells_its_reason_and_leaves_nothing(tmp_path: Path) -> None:

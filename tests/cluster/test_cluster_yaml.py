@@ -1,4 +1,4 @@
-"""cluster.yaml and its variants pass the checks that `ray up` makes before it touches a machine."""
+"""cluster.yaml and its variants pass the checks that `ray up` makes, and open the ports that docs/hosts.md names."""
 
 import ipaddress
 import re
@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from common.config import ROUTER_PORTS, parse_config
+from tests.hosts.ports import documented_ports
+
 _REPO = Path(__file__).parents[2]
+_HEAD_ONLY = ("--port", "--ray-client-server-port")
 _FILES = ("cluster.yaml", *sorted(f"deploy/{path.name}" for path in (_REPO / "deploy").glob("*.yaml")))
 
 
@@ -33,14 +37,6 @@ def test_cluster_yaml_passes_rays_own_validation_with_every_host() -> None:
     assert node_type["max_workers"] == len(load()["provider"]["worker_ips"])
 
 
-def test_validation_refuses_an_unknown_key() -> None:
-    """Shows that the check above can fail."""
-    jsonschema = pytest.importorskip("jsonschema")
-
-    with pytest.raises(jsonschema.ValidationError, match="no_such_key"):
-        check_with_ray({**load(), "no_such_key": 1})
-
-
 @pytest.mark.parametrize("file", _FILES)
 def test_file_names_documentation_addresses_only(file: str) -> None:
     found = re.findall(r"\d+\.\d+\.\d+\.\d+", (_REPO / file).read_text(encoding="utf-8"))
@@ -50,20 +46,6 @@ def test_file_names_documentation_addresses_only(file: str) -> None:
             "127.0.0.1",
             "0.0.0.0",
         )
-
-
-@pytest.mark.parametrize("file", _FILES)
-def test_file_starts_every_ray_with_token_authentication(file: str) -> None:
-    config = load(file)
-    starts = [
-        command
-        for key in ("head_start_ray_commands", "worker_start_ray_commands")
-        for command in config[key]
-        if "ray start" in command
-    ]
-
-    assert len(starts) == 2
-    assert all("RAY_AUTH_MODE=token" in command for command in starts)
 
 
 @pytest.mark.parametrize("file", [file for file in _FILES if file.startswith("deploy/")])
@@ -90,15 +72,48 @@ def test_file_carries_sources_serving_yaml_and_token(file: str) -> None:
     assert any("kvrelay up --config" in command for command in config["head_start_ray_commands"])
 
 
+def ray_starts(config: dict[str, Any]) -> tuple[str, str]:
+    """Return the commands that start Ray on the head and on the other hosts."""
+    head, worker = (
+        [command for command in config[f"{kind}_start_ray_commands"] if "ray start" in command]
+        for kind in ("head", "worker")
+    )
+    return head[0], worker[0]
+
+
 @pytest.mark.parametrize("file", _FILES)
-def test_file_keeps_what_the_head_knows_and_lets_workers_wait_for_it(file: str) -> None:
-    config = load(file)
-    (head,) = (command for command in config["head_start_ray_commands"] if "ray start" in command)
-    (worker,) = (command for command in config["worker_start_ray_commands"] if "ray start" in command)
+def test_every_ray_asks_for_a_token_keeps_what_the_head_knows_and_waits_for_it(file: str) -> None:
+    head, worker = ray_starts(load(file))
 
     assert "cluster.ray.keep_head" in head
     assert "RAY_gcs_storage=rocksdb" in head
-    assert all("RAY_gcs_rpc_server_reconnect_timeout_s=86400" in command for command in (head, worker))
+    for command in (head, worker):
+        assert "RAY_AUTH_MODE=token" in command
+        assert "RAY_gcs_rpc_server_reconnect_timeout_s=86400" in command
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_every_documented_port_of_rays_is_set_by_every_start_command(file: str) -> None:
+    head, worker = ray_starts(load(file))
+    for setting, ports in documented_ports().items():
+        names = re.findall(r"`(--[a-z-]+|AUTOSCALER_[A-Z_]+)`", setting)
+        for name, port in zip(names, (ports.start, ports.stop - 1), strict=False):
+            set_to = re.compile(rf"(?<!\S){name}={port}(?!\d)")
+            assert set_to.search(head), f"{file}: head: {name}"
+            if name.startswith("--") and name not in _HEAD_ONLY:
+                assert set_to.search(worker), f"{file}: worker: {name}"
+
+
+def test_serving_yaml_of_the_document_is_valid_and_has_the_documented_ports() -> None:
+    text = (_REPO / "docs" / "hosts.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(name: .*?)```", text, re.DOTALL)
+    config, ports = parse_config(yaml.safe_load(block), source="docs/hosts.md"), documented_ports()
+
+    assert config.pools.prefill.port_range == config.pools.decode.port_range == ports["`pools.*.ports`"]
+    for key in ROUTER_PORTS:
+        assert getattr(config.router, key) == ports[f"`router.{key}`"].start
+    every = [port for each in ports.values() for port in each]
+    assert len(every) == len(set(every)) > 300
 
 
 def test_aws_hosts_are_what_aws_itself_takes() -> None:

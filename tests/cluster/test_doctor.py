@@ -34,6 +34,16 @@ GIB = 1 << 30
 ADD_ROUTER = inference_pb2_grpc.add_InferenceServiceServicer_to_server
 
 
+RANDOM: dict[str, Any] = {"model": {"id": f"{RANDOM_PREFIX}tiny", "device": "cpu"}}
+COMPILED: dict[str, Any] = {"model": {"engine": "vllm", "kernels": "compile"}}
+FOUR_THREADS: dict[str, Any] = {"pools": {"decode": {"threads": 4}}}
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path / "cache"))
+
+
 def config(**sections: Any) -> ServingConfig:
     quiet = {"port": 0, "http_port": None}
     return parse_config(
@@ -81,6 +91,9 @@ def test_packages_of_engine_and_transports_are_looked_for_where_they_are_named(
 
 def test_healthy_host_has_only_good_findings() -> None:
     assert bad(check_host(config(), host(), is_up=False)) == {}
+    resolve_model(f"{RANDOM_PREFIX}tiny", local_files_only=True)
+    with_threads = bad(check_host(config(**RANDOM, **FOUR_THREADS), host(num_cores=5), is_up=False))
+    assert not with_threads.keys() & {"cores", "model files", "compiled kernels"}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +108,10 @@ def test_healthy_host_has_only_good_findings() -> None:
         ({}, {"installed": lambda _name: "0.0.1"}, "packages", Health.FAILURE, "make install"),
         ({"model": {"engine": "fake", "device": "cuda"}}, {}, "GPUs", Health.FAILURE, "install the driver"),
         ({"launcher": "ray"}, {"shared_memory_bytes": GIB // 8}, "Ray", Health.FAILURE, "--shm-size"),
+        (RANDOM, {"compiler": None}, "compiled kernels", Health.WARNING, "install g++"),
+        (COMPILED, {"compiler": None}, "compiled kernels", Health.FAILURE, "model.kernels: compile"),
+        (RANDOM | FOUR_THREADS, {"num_cores": 1}, "cores", Health.WARNING, "lower pools.*.count"),
+        ({"model": {}}, {}, "model files", Health.WARNING, "`kvrelay up` fetches it"),
     ],
 )
 def test_sick_host_is_named_with_what_to_do(
@@ -104,41 +121,6 @@ def test_sick_host_is_named_with_what_to_do(
 
     assert found.verdict is verdict
     assert text in f"{found.detail}; {found.advice}"
-
-
-def test_missing_compiler_is_a_warning_where_kernels_would_be_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
-    real = config(model={"id": f"{RANDOM_PREFIX}tiny", "device": "cpu"})
-
-    assert bad(check_host(real, host(compiler=None), is_up=False))["compiled kernels"].verdict is Health.WARNING
-
-
-def test_missing_compiler_is_a_failure_where_workers_would_not_start_without_one() -> None:
-    compiled = config(model={"engine": "vllm", "kernels": "compile"})
-
-    found = bad(check_host(compiled, host(compiler=None), is_up=False))["compiled kernels"]
-
-    assert found.verdict is Health.FAILURE
-    assert "model.kernels: compile" in found.advice
-
-
-def test_workers_with_more_threads_than_the_containers_cores_are_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
-    real = config(model={"id": f"{RANDOM_PREFIX}tiny", "device": "cpu"}, pools={"decode": {"threads": 4}})
-
-    assert "cores" not in bad(check_host(real, host(num_cores=5), is_up=False))
-    assert bad(check_host(real, host(num_cores=1), is_up=False))["cores"].verdict is Health.WARNING
-
-
-def test_missing_model_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
-    fetched = bad(check_host(config(model={}), host(), is_up=False))["model files"]
-    assert fetched.verdict is Health.WARNING
-    assert "`kvrelay up` fetches it" in fetched.advice
 
 
 def _checkpoint(folder: Path) -> Path:
@@ -312,10 +294,3 @@ async def test_absent_router_is_one_failure() -> None:
 
     (finding,) = await asked(f"127.0.0.1:{port}")
     assert "kvrelay up" in finding.advice
-
-
-def test_random_model_counts_as_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
-    resolve_model(f"{RANDOM_PREFIX}tiny", local_files_only=True)
-
-    assert "model files" not in bad(check_host(config(model={"id": f"{RANDOM_PREFIX}tiny"}), host(), is_up=False))

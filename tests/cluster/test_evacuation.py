@@ -111,7 +111,7 @@ async def test_prefixes_of_a_worker_that_goes_are_found_on_those_that_stay() -> 
         moved = await Evacuation(CONTROLLER).evacuate(peer(leaving), [peer(each) for each in staying], grace_s=GRACE_S)
         await pool.until_empty()
         held = {
-            each.runtime.worker_id: await each.runtime.engine.call(lambda core: set(core.pool.snapshot().stored))
+            each.runtime.worker_id: await each.runtime.engine.call(lambda core: set(core.snapshot().stored))
             for each in staying
         }
         hashes = [make_request(chat(number)).block_hashes for number in range(4)]

@@ -77,12 +77,6 @@ def test_forked_service_is_a_child_with_its_own_session_streams_and_command_line
     assert (tmp_path / "logs" / "decode-0.log").read_text() == "hello from the log\n"
 
 
-def test_end_of_a_forked_service_is_told_with_its_reason(told_by: Tell) -> None:
-    assert told_by("kill") == "killed by SIGKILL"
-    reason = "decode-2: exited with code 3 before it was ready\nhello from the log\nport is taken"
-    assert told_by("failure") == reason
-
-
 def test_death_of_the_fork_server_ends_no_service_and_prevents_none(told_by: Tell) -> None:
     assert told_by("lost_server") == ["decode-5.invalid:1", "sleeping", True]
 

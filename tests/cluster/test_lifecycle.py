@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -309,17 +310,13 @@ async def test_cluster_that_could_not_trace_as_told_starts_no_process(
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
         monkeypatch.delitem(sys.modules, name)
-    told: list[Event] = []
-
-    class Listener:
-        def tell(self, event: Event) -> None:
-            told.append(event)
-
+    events: list[Event] = []
+    listener = SimpleNamespace(notify=events.append)
     config = make_config(launcher="local").model_copy(update={"tracing": TracingConfig(endpoint="http://127.0.0.1:1")})
-    status = await wiring.supervise(config, run_dir=tmp_path, listener=Listener(), stopping=asyncio.Event())
+    status = await wiring.supervise(config, run_dir=tmp_path, listener=listener, stopping=asyncio.Event())
 
     assert status == 1
-    (failure,) = told
+    (failure,) = events
     assert isinstance(failure, StartFailure)
     assert failure.key == "tracing.endpoint"
     assert failure.reason.startswith("cannot trace: opentelemetry")

@@ -18,6 +18,7 @@ from common.lifecycle import IllegalTransition
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
 from tests.cluster.supervised import make_cluster, running_cluster
 from tests.cluster.support import make_config, make_spec
+from tests.e2e.harness import until
 
 _MEMBERS = [
     ("prefill-0", WORKER_ROLE_PREFILL, "prefill-0.invalid:1"),
@@ -212,7 +213,10 @@ async def test_stop_before_ready_leaves_no_process(tmp_path: Path) -> None:
         helpers = cluster.state().helpers
         cluster.stopping.set()
 
-    assert not any(helper.is_alive() for helper in helpers)
+    async def are_gone() -> bool:
+        return not any(helper.is_alive() for helper in helpers)
+
+    await until(are_gone, timeout_s=30, what="the helpers have ended")
     assert cluster.state().phase is ClusterPhase.STOPPING
 
 

@@ -1,4 +1,4 @@
-"""A supervisor that takes over the processes of an earlier one."""
+"""A supervisor that takes over the processes of an earlier one, and tries again while it cannot."""
 
 import asyncio
 import os
@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,14 +16,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster import wiring
 from cluster.processes.launcher import StartFailed
 from cluster.processes.plan import ProcessRole, ProcessSpec, make_plan
-from cluster.processes.starter import Event
 from cluster.processes.state import ClusterPhase, StateFile
-from cluster.takeover import TakeoverFailed
+from cluster.takeover import TakeoverFailed, pause_unless, until_taken_over
 from common.process import ProcessIdentity, Ready
-from tests.cluster.supervised import Cluster, make_cluster
+from tests.cluster.supervised import Cluster, FakeLauncher, Life, make_cluster
 from tests.cluster.support import make_config
 from tests.cluster.test_state import make_state
 from tests.trust import as_controller_of_router
+
+DEAD = ProcessIdentity(pid=os.getpid(), birth="another-boot:1")
 
 
 @pytest.fixture(autouse=True)
@@ -32,45 +34,21 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class Running:
-    """A process that never dies."""
-
-    ready: Ready
-    identity: ProcessIdentity | None = None
-
-    async def exited(self) -> str:
-        await asyncio.Event().wait()
-        return ""
-
-    async def stop(self, grace_s: float) -> None:
-        """Nothing runs."""
-
-
-@dataclass
-class Left:
+class Left(FakeLauncher):
     """A Launcher whose processes answer when the test lets them."""
 
     router_address: str
     answers: dict[str, "asyncio.Future[None]"] = field(default_factory=dict)
     """Futures by name: a result lets the process serve, an exception fails its start once."""
 
-    async def open(self) -> None:
-        """Nothing is shared."""
-
-    async def close(self) -> None:
-        """Nothing is shared."""
-
     def found(self) -> frozenset[str]:
         return frozenset(self.answers)
 
-    def missing_room_of(self, spec: ProcessSpec) -> str:
-        return ""
-
-    async def start(self, spec: ProcessSpec) -> Running:
+    async def start(self, spec: ProcessSpec) -> Life:
         if (answer := self.answers.pop(spec.name, None)) is not None:
             await answer
         address = self.router_address if spec.role is ProcessRole.ROUTER else f"{spec.name}.invalid:1"
-        return Running(Ready(address=address, admin_address=address, metrics_port=0, pid=1))
+        return Life(Ready(address=address, admin_address=address, metrics_port=0, pid=1))
 
 
 @asynccontextmanager
@@ -92,23 +70,16 @@ async def taking_over(run_dir: Path, *awaited: str) -> AsyncIterator[tuple[Clust
             cluster.stopping.set()
 
 
-async def supervise_again(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, launcher: object, **sections: object
-) -> list[Event]:
-    """Run the next life of a controller whose last one served; returns what its caller hears."""
+async def supervise_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch, launcher: object, **sections: object) -> None:
+    """Run the next life of a controller whose last one served."""
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     monkeypatch.setattr(wiring, "_choose_launcher", lambda *_, **__: (partial(make_plan, host=None), launcher))
-    state = make_state(supervisor=ProcessIdentity(pid=os.getpid(), birth="another-boot:1"))
+    state = make_state(supervisor=DEAD)
     StateFile(run_dir).write(replace(state, ray_environment={"RAY_ADDRESS": "192.0.2.1:6379"}))
     config = make_config(launcher="ray", router={"port": 1}, **sections)
-    told: list[Event] = []
-
-    class Listener:
-        def tell(self, event: Event) -> None:
-            told.append(event)
-
-    await wiring.supervise(config, run_dir=run_dir, listener=Listener(), stopping=asyncio.Event())
-    return told
+    await wiring.supervise(
+        config, run_dir=run_dir, listener=SimpleNamespace(notify=lambda event: None), stopping=asyncio.Event()
+    )
 
 
 @dataclass
@@ -174,3 +145,107 @@ async def test_adopted_worker_that_cannot_start_is_retried_and_ends_nothing(tmp_
 
         assert cluster.state().phase is ClusterPhase.READY
         assert cluster.process("decode-0").last_exit == "decode-0: its host is away"
+
+
+# Attempts that fail.
+
+
+class Attempts:
+    """Attempts that fail as often as they are told."""
+
+    def __init__(self, run_dir: Path, *failures: Exception, phase: ClusterPhase = ClusterPhase.READY) -> None:
+        self.state_file = StateFile(run_dir)
+        state = make_state(supervisor=DEAD)
+        self.state_file.write(replace(state, phase=phase, ray_environment={"RAY_ADDRESS": "192.0.2.1:6379"}))
+        self.failures = list(failures)
+        self.stopping = asyncio.Event()
+        self.reports: list[str] = []
+        self.pauses: list[float] = []
+        self.told: list[tuple[ClusterPhase, str, int]] = []
+        """What state.json said in each pause: phase, trouble, pid of the controller."""
+        self.stops_in_pause = 0
+
+    async def attempt(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+
+    async def pause(self, seconds: float, stopping: asyncio.Event) -> None:
+        self.pauses.append(seconds)
+        state = self.state_file.read()
+        assert state is not None
+        self.told.append((state.phase, state.trouble, state.supervisor.pid))
+        if len(self.pauses) == self.stops_in_pause:
+            stopping.set()
+
+    async def run(self) -> None:
+        await until_taken_over(
+            self.attempt,
+            state_file=self.state_file,
+            report=self.reports.append,
+            stopping=self.stopping,
+            pause=self.pause,
+        )
+
+
+async def test_takeover_that_fails_is_tried_again_after_growing_pauses(tmp_path: Path) -> None:
+    bench = Attempts(tmp_path, *(TakeoverFailed("GCS is away") for _ in range(7)))
+    await bench.run()
+
+    assert bench.pauses == [1, 2, 4, 8, 16, 30, 30]
+    assert bench.reports[1] == "the controller does not supervise the processes: GCS is away; next attempt in 2 s"
+
+
+async def test_state_tells_the_reason_while_the_controller_tries_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Attempts(tmp_path, OSError("planner.metrics_port: 9300 is taken"))
+    await bench.run()
+
+    assert bench.told == [(ClusterPhase.ADOPTING, "planner.metrics_port: 9300 is taken", os.getpid())]
+    assert "9300 is taken" in caplog.text
+
+
+async def test_processes_that_are_to_be_stopped_are_never_adopted_instead(tmp_path: Path) -> None:
+    bench = Attempts(tmp_path, RuntimeError("Ray is silent"), phase=ClusterPhase.STOPPING)
+    await bench.run()
+
+    assert [phase for phase, _, _ in bench.told] == [ClusterPhase.STOPPING]
+
+
+async def test_stop_during_a_pause_turns_the_next_attempt_into_the_end(tmp_path: Path) -> None:
+    bench = Attempts(tmp_path, *(TakeoverFailed("GCS is away") for _ in range(2)))
+    bench.stops_in_pause = 1
+    await bench.run()
+
+    assert [phase for phase, _, _ in bench.told] == [ClusterPhase.ADOPTING, ClusterPhase.STOPPING]
+
+
+@pytest.mark.parametrize("phase", [ClusterPhase.STARTING, None])
+async def test_first_start_that_fails_is_not_repeated(tmp_path: Path, phase: ClusterPhase | None) -> None:
+    bench = Attempts(tmp_path, OSError("disk full"), phase=phase or ClusterPhase.READY)
+    if phase is None:
+        bench.state_file.remove()
+    with pytest.raises(OSError, match="disk full"):
+        await bench.run()
+    assert bench.pauses == []
+
+
+async def test_takeover_is_repeated_even_if_the_run_folder_has_vanished(tmp_path: Path) -> None:
+    bench = Attempts(tmp_path, TakeoverFailed("GCS is away"))
+    bench.state_file.remove()
+
+    async def pause(seconds: float, stopping: asyncio.Event) -> None:
+        bench.pauses.append(seconds)
+
+    bench.pause = pause  # type: ignore[method-assign]
+    await bench.run()
+    assert bench.pauses == [1]
+
+
+async def test_pause_ends_when_the_cluster_is_to_be_stopped() -> None:
+    stopping = asyncio.Event()
+    pausing = asyncio.create_task(pause_unless(3600.0, stopping))
+    await asyncio.sleep(0)
+    stopping.set()
+    async with asyncio.timeout(60):
+        await pausing

@@ -3,18 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.processes.launcher import RunningProcess
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from common.clock import SystemClock
 from common.errors import Overloaded, WorkerLost
-from common.process import ProcessIdentity, Ready
+from common.process import Ready
 from kvrelay.v1 import worker_pb2
 from tests.builders import make_request
+from tests.cluster.supervised import FakeLauncher, Life
 from tests.cluster.support import make_spec
 from tests.trust import CONTROLLER
 from tests.worker.cluster import Pool, running_pool
@@ -23,27 +22,7 @@ from worker.serving import RunningWorker
 PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
 
 
-@dataclass(slots=True)
-class Life:
-    """One life of a worker in this process; ends when it is stopped."""
-
-    ready: Ready
-    identity: ProcessIdentity | None = None
-    _over: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
-
-    async def exited(self) -> str:
-        await self._over.wait()
-        return "stopped"
-
-    async def stop(self, grace_s: float) -> None:
-        self._over.set()
-
-
-class OneWorker:
+class OneWorker(FakeLauncher):
     """A Launcher that finds one worker, or an address without a worker."""
 
     def __init__(self, worker: RunningWorker) -> None:
@@ -52,17 +31,7 @@ class OneWorker:
         self.lives: list[Life] = []
         self.started = asyncio.Event()
 
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def found(self) -> frozenset[str]:
-        return frozenset()
-
-    def missing_room_of(self, spec: ProcessSpec) -> str:
-        return ""
-
-    async def start(self, spec: ProcessSpec) -> RunningProcess:
+    async def start(self, spec: ProcessSpec) -> Life:
         self.lives.append(
             Life(Ready(address=self.address, admin_address=self.address, metrics_port=0, pid=1, role=self.worker.role))
         )
@@ -138,7 +107,7 @@ async def test_role_change_of_a_busy_worker_is_refused() -> None:
         with pytest.raises(Overloaded):
             await process.change_role(DECODE, grace_s=0)
         assert (launcher.worker.role, process.spec.role) == ("prefill", PREFILL)
-        assert not launcher.lives[0].is_over
+        assert not launcher.lives[0].over.is_set()
         running.cancel()
 
 

@@ -34,7 +34,7 @@ MISTAKES = {
     "model: {engine: vllm, kv_dtype: int8}": "model.kv_dtype: int8: model.engine: vllm cannot do that",
     "model: {engine: vllm, quantization: int4}": "model.quantization: int4: model.engine: vllm cannot do that",
     "model: {kernels: compile}": "model.kernels: compile: model.engine: torch cannot do that; model.engine: vllm can",
-    "model: {engine: vllm, device: cuda}": "model.device: cuda: model.engine: vllm cannot do that",
+    "model: {vllm: {seed: 1}}": "model.vllm: only model.engine: vllm takes vLLM's arguments",
     "pools: {prefill: {tensor_parallel: 2}}": "pools.prefill.tensor_parallel: 2: model.engine: torch cannot do that",
     "{model: {engine: vllm}, pools: {prefill: {block_size: 16}, decode: {block_size: 16}}}": "needs a multiple of 32",
     "tenants: [{name: Big}]": "f.yaml:tenants.0.name: ",

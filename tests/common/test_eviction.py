@@ -5,23 +5,6 @@ import pytest
 from common.eviction import MAX_AGE, EvictionClass, EvictionOrder, num_admitted
 
 
-def order_of(*entries: tuple[str, EvictionClass]) -> EvictionOrder[str]:
-    order: EvictionOrder[str] = EvictionOrder()
-    for key, segment in entries:
-        order.put(key, segment)
-    return order
-
-
-def test_brief_blocks_are_evicted_first_at_any_age() -> None:
-    order = order_of(
-        ("warm", EvictionClass.WARM),
-        ("cold", EvictionClass.COLD),
-        ("first", EvictionClass.BRIEF),
-        ("last", EvictionClass.BRIEF),
-    )
-    assert [order.evict() for _ in range(2)] == ["first", "last"]
-
-
 @pytest.mark.parametrize("segment", [EvictionClass.TAIL, EvictionClass.WARM])
 def test_block_reaches_the_age_of_its_segment_relative_to_cold_ones(segment: EvictionClass) -> None:
     order: EvictionOrder[int | str] = EvictionOrder()
@@ -34,19 +17,6 @@ def test_block_reaches_the_age_of_its_segment_relative_to_cold_ones(segment: Evi
             order.put("other", segment)
         evicted.append(order.evict())
     assert evicted.index("other") - 100 == pytest.approx(100 * MAX_AGE[segment], abs=3)
-
-
-def test_removed_block_is_not_evicted() -> None:
-    order = order_of(
-        ("a", EvictionClass.BRIEF), ("b", EvictionClass.TAIL), ("c", EvictionClass.WARM), ("d", EvictionClass.COLD)
-    )
-    for key in "abc":
-        order.remove(key)
-    assert (len(order), order.evict()) == (1, "d")
-    with pytest.raises(KeyError):
-        order.evict()
-    with pytest.raises(KeyError):
-        order.remove("a")
 
 
 def test_small_caches_admit_whole_short_prompts_and_large_ones_a_share() -> None:

@@ -1,13 +1,12 @@
 """Who pays for the time that tasks take of the event loop."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from common import metering
 from common.metering import Metered, charge, charge_to, is_charged
-from common.structured import TaskCensus
+from common.structured import TaskTracker
 
 
 class Account:
@@ -25,7 +24,7 @@ class Work:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(metering, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(metering, "turn_time_s", lambda: self.now_s)
 
     async def steps(self, *seconds: float) -> str:
         for step_s in seconds:
@@ -56,11 +55,11 @@ async def test_each_tenant_pays_for_the_steps_of_its_own_tasks(work: Work) -> No
 
 
 async def test_tasks_that_a_request_starts_are_charged_to_its_tenant(work: Work) -> None:
-    account, census = Account(), TaskCensus()
+    account, tracker = Account(), TaskTracker()
 
     async def serve() -> None:
         charge_to(account)
-        async with census.owned(work.step(1.0), work.step(2.0)) as tasks:
+        async with tracker.owned(work.step(1.0), work.step(2.0)) as tasks:
             await asyncio.wait(tasks)
 
     await asyncio.create_task(Metered(serve()))

@@ -54,17 +54,6 @@ def test_path_that_is_not_served_is_404_and_not_metrics(path: str) -> None:
         scrape(server, path)
 
 
-def test_concurrent_scrapes_are_all_answered() -> None:
-    with serving() as server:
-        found: list[str] = []
-        threads = [threading.Thread(target=lambda: found.append(scrape(server))) for _ in range(MAX_CONNECTIONS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert ["seven 7.0" in text for text in found] == [True] * MAX_CONNECTIONS
-
-
 async def test_live_is_answered_while_the_event_loop_is_busy_and_says_when_it_stands() -> None:
     clock = ManualClock()
     loop = asyncio.get_running_loop()

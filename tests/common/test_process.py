@@ -10,14 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.process import ProcessIdentity, Ready, parse_ready, process_birth, ready_line
-
-
-def test_identity_of_a_live_process_is_alive() -> None:
-    identity = ProcessIdentity.of(os.getpid())
-
-    assert identity is not None
-    assert identity.is_alive()
+from common.process import ProcessIdentity, Ready, parse_ready, process_birth
 
 
 def test_identity_with_another_birth_is_not_alive_and_is_never_signalled() -> None:
@@ -78,12 +71,6 @@ def test_die_with_parent_when_the_parent_was_gone_before_dies_at_once() -> None:
 
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == ""
-
-
-def test_ready_line_parses_back() -> None:
-    ready = Ready(address="127.0.0.1:5", admin_address="127.0.0.1:6", metrics_port=7, pid=9)
-
-    assert parse_ready(ready_line(ready)) == ready
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def rows_of(parameters: Sequence[Parameter]) -> list[str]:
 
 def default_of(parameter: Parameter) -> str:
     default: Any = parameter.default
-    if parameter.told_default is not None:
-        return parameter.told_default
+    if parameter.documented_default is not None:
+        return parameter.documented_default
     if parameter.max_entries is not None:
         return "none"
     return f"`{default}`" if parameter.type is bool else f"{default:g}"

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from common.errors import EngineFault
-from common.structured import TaskCensus, all_or_first_failure, completed, keep_going
+from common.structured import TaskTracker, all_or_first_failure, completed, keep_going
 
 
 async def forever() -> None:
@@ -17,26 +17,18 @@ async def fail() -> None:
     raise EngineFault("step")
 
 
-async def test_owned_tasks_end_with_their_block() -> None:
-    census = TaskCensus()
-    async with census.owned(forever(), forever()) as tasks:
-        assert census.num_tasks == 2
-    assert all(task.cancelled() for task in tasks)
-    assert census.num_tasks == 0
-
-
 async def test_failing_task_ends_the_others_and_leaves_the_owner_uncancelled() -> None:
-    census = TaskCensus()
+    tracker = TaskTracker()
     with pytest.raises(EngineFault):
-        async with census.owned(forever(), fail()) as tasks:
+        async with tracker.owned(forever(), fail()) as tasks:
             await all_or_first_failure(tasks)
     owner = asyncio.current_task()
     assert owner is not None
-    assert (owner.cancelling(), census.num_tasks) == (0, 0)
+    assert (owner.cancelling(), tracker.num_tasks) == (0, 0)
 
 
 async def test_many_cancelled_tasks_end_in_several_turns_each_cancelled_once() -> None:
-    census, ended = TaskCensus(), Counter[int]()
+    tracker, ended = TaskTracker(), Counter[int]()
     tasks: tuple[asyncio.Task[None], ...] = ()
 
     async def undo_slowly(number: int) -> None:
@@ -52,7 +44,7 @@ async def test_many_cancelled_tasks_end_in_several_turns_each_cancelled_once() -
 
     async def own() -> None:
         nonlocal tasks
-        async with census.owned(*map(undo_slowly, range(100))) as tasks:
+        async with tracker.owned(*map(undo_slowly, range(100))) as tasks:
             await forever()
 
     owner = asyncio.create_task(own())
@@ -67,7 +59,7 @@ async def test_many_cancelled_tasks_end_in_several_turns_each_cancelled_once() -
 
 
 async def test_owner_cancelled_twice_still_waits_for_its_tasks() -> None:
-    census, release, began = TaskCensus(), asyncio.Event(), asyncio.Event()
+    tracker, release, began = TaskTracker(), asyncio.Event(), asyncio.Event()
 
     async def stubborn() -> None:
         try:
@@ -77,7 +69,7 @@ async def test_owner_cancelled_twice_still_waits_for_its_tasks() -> None:
             await release.wait()
 
     async def own() -> None:
-        async with census.owned(stubborn()) as tasks:
+        async with tracker.owned(stubborn()) as tasks:
             await all_or_first_failure(tasks)
 
     owner = asyncio.create_task(own())
@@ -91,11 +83,11 @@ async def test_owner_cancelled_twice_still_waits_for_its_tasks() -> None:
     release.set()
     with pytest.raises(asyncio.CancelledError):
         await owner
-    assert census.num_tasks == 0
+    assert tracker.num_tasks == 0
 
 
 async def test_failing_task_does_not_hide_the_cancellation_of_its_owner() -> None:
-    census = TaskCensus()
+    tracker = TaskTracker()
     gate = asyncio.Event()
 
     async def fail_later() -> None:
@@ -103,7 +95,7 @@ async def test_failing_task_does_not_hide_the_cancellation_of_its_owner() -> Non
         raise EngineFault("step")
 
     async def own() -> None:
-        async with census.owned(fail_later()) as tasks:
+        async with tracker.owned(fail_later()) as tasks:
             await all_or_first_failure(tasks)
 
     owner = asyncio.create_task(own())

@@ -14,8 +14,9 @@ import yaml
 
 from cluster import lifecycle
 from cluster.lifecycle import ClusterInfo
+from cluster.processes.state import ProcessState, StateFile
 from common.config import load_config
-from common.structured_outputs import structure_text
+from common.process import ProcessIdentity
 from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, Token, WorkerView
 
 POLL_S = 0.2
@@ -44,15 +45,16 @@ def standing_cluster(folder: Path, config: dict[str, Any]) -> Iterator[ClusterIn
     config_path = folder / "serving.yaml"
     config_path.write_text(yaml.safe_dump(config), encoding="utf-8")
     run_dir = folder / "run"
-    log: list[str] = []
-    info = lifecycle.up(load_config(config_path), config_path=config_path, run_dir=run_dir, report=log.append)
-    started = {process.pid for process in psutil.Process(info.pid).children(recursive=True)} | {info.pid}
+    info = lifecycle.up(load_config(config_path), config_path=config_path, run_dir=run_dir, report=lambda _: None)
+    started = family(info.pid)
     try:
         yield info
     finally:
-        lifecycle.down(run_dir, report=log.append)
-        left = [pid for pid in started if _is_alive(pid)]
+        known = {*started, *family(info.pid), *members(run_dir)}
+        lifecycle.down(run_dir, report=lambda _: None)
+        left = [each for each in known if each.is_alive()]
         assert not left, f"processes outlive the cluster: {left}"
+        assert lifecycle.read_info(run_dir) is None
 
 
 @asynccontextmanager
@@ -69,11 +71,30 @@ async def running_cluster(
         await asyncio.to_thread(cluster.__exit__, None, None, None)
 
 
-def _is_alive(pid: int) -> bool:
+def family(pid: int) -> list[ProcessIdentity]:
+    """Return the identities of a process and all below it that live."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.NoSuchProcess:
-        return False
+        return []
+    return [identity for identity in map(ProcessIdentity.of, pids) if identity is not None]
+
+
+def members(run_dir: Path) -> list[ProcessIdentity]:
+    """Return the identities of all processes that a cluster's state names, none when it has no state."""
+    state = StateFile(run_dir).read()
+    if state is None:
+        return []
+    own = [process.identity for process in state.processes if process.identity is not None]
+    return [*own, *state.helpers, state.supervisor]
+
+
+def process_of(run_dir: Path, name: str) -> ProcessState:
+    """Return what the supervisor says of a process."""
+    state = StateFile(run_dir).read()
+    assert state is not None
+    (found,) = [each for each in state.processes if each.name == name]
+    return found
 
 
 async def worker(client: AsyncClient, role: str, index: int = 0) -> WorkerView:
@@ -110,23 +131,6 @@ async def busiest_worker(client: AsyncClient, role: str) -> WorkerView:
 async def pids(client: AsyncClient) -> dict[str, int]:
     """Return the process of each worker."""
     return {view.worker_id: view.status.pid for view in await reporting_workers(client) if view.status}
-
-
-def mixed_sampling(number: int, *, max_tokens: int) -> dict[str, Any]:
-    """Return options of a sampled answer of so many tokens; every other one is structured."""
-    options: dict[str, Any] = {"temperature": 0.8, "max_tokens": max_tokens, "seed": number}
-    if number % 2:
-        numbers = {"type": "array", "items": {"type": "integer"}, "minItems": max_tokens}
-        return options | {"structured_outputs": structure_text({"json": numbers})}
-    return options | {"ignore_eos": True}
-
-
-async def kill_worker(client: AsyncClient, role: str, index: int = 0) -> int:
-    """Kill -9 a worker and return its pid."""
-    view = await worker(client, role, index)
-    assert view.status is not None
-    os.kill(view.status.pid, signal.SIGKILL)
-    return view.status.pid
 
 
 async def killed_midway(
@@ -207,8 +211,3 @@ async def held(client: AsyncClient) -> dict[str, int]:
         found[f"{view.worker_id}.running"] = view.status.load.num_running
         found[f"{view.worker_id}.waiting"] = view.status.load.num_waiting
     return {name: count for name, count in found.items() if count}
-
-
-async def generate_all(client: AsyncClient, prompts: list[list[int]], **sampling: Any) -> list[Generation]:
-    """Generate for all prompts at once."""
-    return list(await asyncio.gather(*(client.generate(prompt, **sampling) for prompt in prompts)))

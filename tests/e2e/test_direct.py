@@ -14,10 +14,13 @@ from kvrelay.v1 import decode_pb2, inference_pb2
 from router.record.record import RunningRequest
 from router.requests.worker_requests import CHECKPOINT_TOKENS
 from tests.e2e.in_process import running_system
-from tests.e2e.manual_client import ENGINE, LOCAL, PROMPT, SAMPLING
 from tests.served_router import TIMEOUT_S
 
+PROMPT = list(range(40))
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 150, "ignore_eos": True}
+LOCAL: dict[str, Any] = {"local_prefill_max_tokens": 64}
 REMOTE: dict[str, Any] = {"local_prefill_max_tokens": 0}
+ENGINE: dict[str, Any] = {"num_blocks": 512}
 LOGPROBS: dict[str, Any] = {"logprobs": 1, "prompt_logprobs": 0}
 VARIANTS: tuple[dict[str, Any], ...] = ({}, {"n": 3}, {"detokenize": False}, LOGPROBS)
 

@@ -30,7 +30,12 @@ from tests.e2e.in_process import running_system
 from tests.short_model import write_short_model
 from worker.inprocess import LocalEngine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.usefixtures("rates_measured_once"),
+    pytest.mark.e2e,
+    pytest.mark.model,
+    pytest.mark.timeout(900),
+]
 
 MAX_TOKENS = 12
 NUM_PROMPTS = 60

@@ -10,10 +10,10 @@ from cluster.lifecycle import ClusterInfo
 from kvrelay.client import AsyncClient
 from tests.cluster.test_cluster_e2e import kill_every_process
 from tests.e2e.harness import fake_config, pids, standing_cluster
+from tests.e2e.streams import NUM_STREAMS, repeated_streams
 from tests.e2e.test_rollout import (
-    NUM_STREAMS,
+    LOAD,
     assert_nothing_was_lost,
-    busy_streams,
     client_of,
     roll_out,
     running_config,
@@ -43,7 +43,7 @@ async def test_other_sizes_and_configuration_over_ray_fail_no_request_and_change
     folder = info.run_dir.parent
     async with client_of(folder) as client:
         before = await pids(client)
-        async with busy_streams(client) as load:
+        async with repeated_streams(client, **LOAD) as load:
             await resize(info, client, size=2)
             await resize(info, client, size=1)
             assert await pids(client) == before
@@ -59,4 +59,4 @@ async def test_other_sizes_and_configuration_over_ray_fail_no_request_and_change
 
 
 def test_every_process_killed_comes_back_and_all_go_without_supervisor_on_ray(info: ClusterInfo) -> None:
-    kill_every_process(info, info.run_dir)
+    kill_every_process(info)

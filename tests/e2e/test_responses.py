@@ -8,9 +8,8 @@ import jsonschema_rs
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
-from tests.e2e.doors import both_doors
 from tests.e2e.in_process import Pace, System
 from tests.e2e.test_tools import ARGUMENTS_AT, CLOCK, OPTIONS, TURNS, WEATHER
 
@@ -20,7 +19,6 @@ TOOL: Any = {"type": "function", "strict": True, **WEATHER["function"]}
 TIME: Any = {"type": "function", **CLOCK["function"]}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "extra_body": {"seed": 3}, "max_output_tokens": 150}
 EVENTS: TypeAdapter[Any] = TypeAdapter(get_args(ResponseStreamEvent)[0])
-SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 
 
 async def events_of(openai: AsyncOpenAI, *, pace: Pace | None = None, **asked: Any) -> list[Any]:
@@ -89,17 +87,6 @@ async def test_text_is_that_of_the_chat_streamed_or_not(openai: AsyncOpenAI) -> 
     ]
 
 
-async def test_answer_that_reaches_its_limit_is_incomplete_and_one_that_ends_is_not(openai: AsyncOpenAI) -> None:
-    cut = await openai.responses.create(model="fake", input="hi", max_output_tokens=3, extra_body={"seed": 1})
-    body: Any = {"seed": 1, "structured_outputs": {"choice": ["yes", "no"]}}
-    whole = await openai.responses.create(model="fake", input="hi", extra_body=body)
-    assert cut.incomplete_details is not None
-    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert cut.output[-1].to_dict()["status"] == "incomplete"
-    assert (whole.status, whole.incomplete_details) == ("completed", None)
-    assert whole.output_text in ("yes", "no")
-
-
 async def test_settings_are_repeated_and_nothing_is_stored(openai: AsyncOpenAI) -> None:
     told: dict[str, Any] = {
         "metadata": {"a": "b"},
@@ -111,6 +98,7 @@ async def test_settings_are_repeated_and_nothing_is_stored(openai: AsyncOpenAI) 
         "tool_choice": "none",
         "parallel_tool_calls": False,
         "instructions": "Be brief.",
+        "text": {"format": {"type": "json_schema", "name": "v", "schema": {"type": "object"}}, "verbosity": "medium"},
     }
     ignored: dict[str, Any] = {"store": True, "service_tier": "auto", "truncation": "disabled", "background": False}
     answer = await openai.responses.create(model="fake", input="hi", tools=[TIME], **told, **ignored)
@@ -163,51 +151,6 @@ async def test_streamed_calls_add_up_to_the_whole_answer(system: System, openai:
     assert len(deltas) > len(whole.output), "arguments are streamed while they are generated"
     assert len({item.to_dict()["call_id"] for item in whole.output}) == len(whole.output)
     assert {item.to_dict()["name"] for item in named.output} == {"now"}
-
-
-async def test_thoughts_are_an_item_of_their_own_are_counted_and_can_be_sent_back() -> None:
-    thinking: Any = {"structured_outputs": {"choice": ["yes"]}}
-    async with both_doors(model={"reasoning_parser": "qwen3"}) as (_system, openai):
-        asked: Any = {"input": TURNS, "max_output_tokens": 40, "extra_body": thinking}
-        for seed in range(20):  # about every other answer begins with thoughts
-            thinking["seed"] = seed
-            whole = await openai.responses.create(model="fake", **asked)
-            if whole.output[0].type == "reasoning":
-                break
-        events = await events_of(openai, **asked)
-        chat = await openai.chat.completions.create(model="fake", messages=TURNS, max_tokens=40, extra_body=thinking)
-        turns: Any = [*TURNS, *[item.to_dict() for item in whole.output], TURNS[0]]
-        again = await openai.responses.create(model="fake", **asked | {"input": turns})
-    (thoughts,) = items_of(events)
-    assert (thoughts["type"], thoughts["status"]) == ("reasoning", "incomplete")
-    assert text_of(thoughts) == chat.choices[0].message.to_dict()["reasoning"]
-    assert bare([thoughts]) == bare(whole.output)
-    assert whole.usage is not None
-    assert whole.usage.output_tokens_details.reasoning_tokens == whole.usage.output_tokens == 40
-    assert again.usage is not None
-    assert again.usage.input_tokens > whole.usage.input_tokens
-
-
-class Verdict(BaseModel):
-    """What the client parses answers into."""
-
-    ok: bool
-
-
-async def test_client_parses_structured_answers_whole_and_streamed(openai: AsyncOpenAI) -> None:
-    asked: Any = {"input": "Is it?", "temperature": 1.0, "extra_body": {"seed": 5}, "max_output_tokens": 300}
-    parsed = await openai.responses.parse(model="fake", text_format=Verdict, **asked)
-    async with openai.responses.stream(model="fake", text_format=Verdict, **asked) as stream:
-        async for _event in stream:
-            pass
-        streamed = await stream.get_final_response()
-    wanted: Any = {"format": {"type": "json_schema", "name": "v", "schema": SCHEMA}}
-    plain = await openai.responses.create(model="fake", text=wanted, **asked)
-    assert isinstance(parsed.output_parsed, Verdict)
-    assert streamed.output_parsed == parsed.output_parsed
-    assert isinstance(json.loads(plain.output_text)["ok"], bool)
-    assert plain.text is not None
-    assert plain.text.to_dict()["format"] == wanted["format"]
 
 
 async def test_logprobs_are_those_of_the_chat(openai: AsyncOpenAI) -> None:

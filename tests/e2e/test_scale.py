@@ -10,10 +10,9 @@ import pytest
 
 from cluster.control import restart, scale
 from cluster.lifecycle import read_info
-from cluster.processes.state import ProcessState, StateFile
-from common.errors import EngineFault, InvalidRequest
+from common.errors import EngineFault
 from kvrelay.client import AsyncClient
-from tests.e2e.harness import FAKE_POOL, fake_config, pids, standing_cluster, until, worker
+from tests.e2e.harness import FAKE_POOL, fake_config, pids, process_of, standing_cluster, until, worker
 from tests.e2e.streams import repeated_streams, running_streams
 
 pytestmark = pytest.mark.e2e
@@ -38,16 +37,8 @@ async def members(client: AsyncClient) -> dict[str, set[str]]:
     return found
 
 
-def process(folder: Path, name: str) -> ProcessState:
-    """Return what the supervisor tells of a process."""
-    state = StateFile(folder / "run").read()
-    assert state is not None
-    (found,) = [each for each in state.processes if each.name == name]
-    return found
-
-
 def told_to_end(folder: Path, name: str) -> None:
-    identity = process(folder, name).identity
+    identity = process_of(folder / "run", name).identity
     assert identity is not None
     os.kill(identity.pid, signal.SIGTERM)
 
@@ -106,10 +97,11 @@ async def test_workers_told_to_end_leave_no_trace_in_answers_and_their_caches_to
     folder: Path, client: AsyncClient
 ) -> None:
     async def are_replaced(*names: str) -> bool:
-        workers = {
-            view.worker_id: view.state for view in (await client.status()).workers
-        }  # a worker that is away is no member
-        return all(process(folder, name).num_restarts == 1 and workers.get(name) == "ready" for name in names)
+        # A worker that is away is no member.
+        workers = {view.worker_id: view.state for view in (await client.status()).workers}
+        return all(
+            process_of(folder / "run", name).num_restarts == 1 and workers.get(name) == "ready" for name in names
+        )
 
     await cached_share(client)
     before = await cached_share(client)
@@ -124,21 +116,10 @@ async def test_workers_told_to_end_leave_no_trace_in_answers_and_their_caches_to
 
     assert before > 0.9
     assert after > before - 0.1
-    assert {process(folder, name).last_exit for name in ("decode-0", "prefill-0", "prefill-1")} == {"terminated"}
+    assert {process_of(folder / "run", name).last_exit for name in ("decode-0", "prefill-0", "prefill-1")} == {
+        "terminated"
+    }
     await assert_nothing_was_lost(client)
-
-
-async def change_sizes_under_streams(folder: Path, client: AsyncClient, *sizes: int) -> None:
-    async with running_streams(client, num_tokens=NUM_TOKENS):
-        for size in sizes:
-            await resize(folder, prefill=size, decode=size)
-            names = {role: {f"{role}-{number}" for number in range(size)} for role in ("prefill", "decode")}
-            assert await members(client) == names
-    await assert_nothing_was_lost(client)
-
-
-async def test_pools_shrink_and_grow_without_a_trace_in_the_answers(folder: Path, client: AsyncClient) -> None:
-    await change_sizes_under_streams(folder, client, 1, 2)
 
 
 async def test_second_signal_ends_a_worker_that_waits_at_once(folder: Path, client: AsyncClient) -> None:
@@ -153,7 +134,7 @@ async def test_second_signal_ends_a_worker_that_waits_at_once(folder: Path, clie
         assert not any(each.done() for each in running)
         told_to_end(folder, "decode-0")
 
-    assert process(folder, "decode-0").last_exit == "killed by SIGTERM"
+    assert process_of(folder / "run", "decode-0").last_exit == "killed by SIGTERM"
     assert (await client.status()).router.num_failed == 0
 
 
@@ -168,15 +149,6 @@ async def test_rolling_restart_replaces_every_worker_without_a_trace_in_the_answ
     assert after.keys() == before.keys()
     assert not set(after.values()) & set(before.values())
     assert (status.num_failed, status.num_replans) == (0, num_replans)
-
-
-async def test_sizes_that_cannot_be_are_refused_by_field(folder: Path, client: AsyncClient) -> None:
-    before = await members(client)
-    for wanted, field in (({"decode": 0}, "decode"), ({"prefill": 5000}, "prefill")):
-        with pytest.raises(InvalidRequest) as caught:
-            await resize(folder, **wanted)
-        assert caught.value.field == field
-    assert await members(client) == before
 
 
 async def test_worker_that_does_not_start_is_told_and_the_cluster_serves_on(folder: Path, client: AsyncClient) -> None:

@@ -4,31 +4,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from common.config import parse_config
-from kvrelay.client import AsyncClient, Generation
-from tests.served_router import serving_router
-from tests.worker.cluster import Pool, running_pool
+import pytest
+
+from common.errors import AccessDenied, Unauthenticated
+from kvrelay.client import Generation
+from tests.e2e.in_process import System, running_system
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in ("a", "b", "friend")}
-WORKERS: dict[str, dict[str, Any]] = {"prefill-0": {}, "decode-0": {}}
 PROMPT = [number % 199 + 1 for number in range(400)]
 COLD = [number % 197 + 2 for number in range(400)]
 
 
 @asynccontextmanager
-async def running_router(pool: Pool, **tenants: dict[str, Any]) -> AsyncIterator[str]:
-    """Start a router over both workers and return its address, once they are ready."""
-    raw = {
-        "router": {"auth": "api_key", "salt_secret": "s" * 32, "local_prefill_max_tokens": 0, "metrics_port": None},
-        "tenants": [{"name": name, "api_keys": [KEYS[name]], **fields} for name, fields in tenants.items()],
-    }
-    async with serving_router(parse_config(raw, source="test")) as served:
-        await served.until_used(pool.endpoints)
-        yield served.address
+async def serving(**tenants: dict[str, Any]) -> AsyncIterator[System]:
+    """Run a system that serves these tenants."""
+    known = [{"name": name, "api_keys": [KEYS[name]], **fields} for name, fields in tenants.items()]
+    async with running_system(router={"local_prefill_max_tokens": 0}, tenants=known, num_blocks=400) as system:
+        yield system
 
 
-async def ask(address: str, tenant: str, prompt: list[int]) -> Generation:
-    async with AsyncClient(address, api_key=KEYS[tenant], timeout_s=60) as client:
+async def ask(system: System, tenant: str, prompt: list[int]) -> Generation:
+    async with system.client(api_key=KEYS[tenant]) as client:
         return await client.generate(prompt, max_tokens=4, temperature=0)
 
 
@@ -39,11 +35,11 @@ def seen(generation: Generation) -> tuple[int, int, int]:
 
 
 async def test_prompt_that_another_tenant_has_cached_is_as_cold_as_one_that_nobody_has() -> None:
-    async with running_pool(WORKERS) as pool, running_router(pool, a={}, b={}) as address:
-        first = await ask(address, "a", PROMPT)
-        warm = await ask(address, "a", PROMPT)
-        other = await ask(address, "b", PROMPT)
-        cold = await ask(address, "b", COLD)
+    async with serving(a={}, b={}) as system:
+        first = await ask(system, "a", PROMPT)
+        warm = await ask(system, "a", PROMPT)
+        other = await ask(system, "b", PROMPT)
+        cold = await ask(system, "b", COLD)
     assert min(seen(warm)) > 380
     assert seen(first) == seen(other) == seen(cold) == (0, 0, 0)
     assert first.samples[0].token_ids == warm.samples[0].token_ids == other.samples[0].token_ids
@@ -52,12 +48,22 @@ async def test_prompt_that_another_tenant_has_cached_is_as_cold_as_one_that_nobo
 
 
 async def test_tenants_that_agreed_to_share_find_each_others_prefixes() -> None:
-    async with (
-        running_pool(WORKERS) as pool,
-        running_router(pool, a={"share_cache": True}, friend={"share_cache": True}, b={}) as address,
-    ):
-        await ask(address, "a", PROMPT)
-        shared = await ask(address, "friend", PROMPT)
-        other = await ask(address, "b", PROMPT)
+    async with serving(a={"share_cache": True}, friend={"share_cache": True}, b={}) as system:
+        await ask(system, "a", PROMPT)
+        shared = await ask(system, "friend", PROMPT)
+        other = await ask(system, "b", PROMPT)
     assert min(seen(shared)) > 380
     assert seen(other) == (0, 0, 0)
+
+
+async def test_status_of_the_cluster_is_for_operators_who_may_not_generate() -> None:
+    async with serving(a={}, friend={"operator": True}) as system:
+        for key, error in ((None, Unauthenticated), ("an-unknown-key", Unauthenticated), (KEYS["a"], AccessDenied)):
+            async with system.client(api_key=key) as client:
+                with pytest.raises(error):
+                    await client.status()
+        async with system.client(api_key=KEYS["friend"]) as tenant, system.operator() as operator:
+            for client in (tenant, operator):
+                assert len((await client.status()).workers) == 2
+            with pytest.raises(Unauthenticated):  # its proof shows the whole cluster
+                await operator.generate("hello")

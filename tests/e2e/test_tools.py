@@ -14,7 +14,7 @@ from tests.e2e.in_process import System
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-WEATHER: dict[str, Any] = {
+WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",

@@ -8,15 +8,24 @@ from typing import Any
 import pytest
 
 from common.errors import Unreachable
-from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, PlanChosen, PromptLogprobs, Token, TokenRun
+from kvrelay.client import (
+    AsyncClient,
+    AsyncGenerationStream,
+    Generation,
+    MessageDelta,
+    PlanChosen,
+    PromptLogprobs,
+    Token,
+    TokenRun,
+)
 from kvrelay.v1 import router_admin_pb2
 from tests.e2e.in_process import System, another_router, running_system
+from tests.e2e.test_direct import LOCAL, PROMPT, REMOTE, VARIANTS
+from tests.e2e.test_tools import ARGUMENTS_AT, OPTIONS, TURNS, WEATHER
 from tests.served_router import TIMEOUT_S
 
-PROMPT = list(range(1, 41))
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
-LOCAL: dict[str, Any] = {"local_prefill_max_tokens": 64}
-REMOTE: dict[str, Any] = {"local_prefill_max_tokens": 0}
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
 ENGINE: dict[str, Any] = {"num_blocks": 512, "step_s": 0.002}
 
 
@@ -38,21 +47,12 @@ async def until_token(stream: AsyncGenerationStream, index: int) -> None:
                 return
 
 
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"n": 3},
-    {"detokenize": False},
-    {"logprobs": 1, "prompt_logprobs": 0},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
-)
-
-
 @pytest.mark.parametrize("direct", [False, True], ids=["routed", "direct"])
 @pytest.mark.parametrize("router", [LOCAL, REMOTE], ids=["local", "remote"])
 async def test_router_dies_midstream_then_the_other_one_finishes_the_same_answers(
     router: dict[str, Any], direct: bool
 ) -> None:
-    asked = [([number, *PROMPT], SAMPLING | variant) for number, variant in enumerate(VARIANTS)]
+    asked = [([number, *PROMPT], SAMPLING | variant) for number, variant in enumerate((*VARIANTS, PENALTIES))]
     async with two_routers(router=router) as (first, second):
         async with AsyncClient([first.address, second.address], timeout_s=60, direct=direct) as client:
             first.pace.slow_down(at=20)  # on a busy machine the first get there before the last have begun
@@ -106,6 +106,23 @@ async def test_events_come_once_and_in_order_over_the_death() -> None:
         assert [event.token_index for event in events if isinstance(event, Token)] == list(range(60))
         assert sum(isinstance(event, PromptLogprobs) for event in events) == 1
         assert sum(isinstance(event, PlanChosen) for event in events) == 2
+
+
+async def test_call_keeps_its_arguments_over_the_death() -> None:
+    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, **OPTIONS}
+    async with two_routers() as (first, second):
+        async with second.client() as client:
+            expected = await client.chat(TURNS, **asked)
+        async with AsyncClient([first.address, second.address], timeout_s=60) as client:
+            first.pace.slow_down(at=ARGUMENTS_AT)
+            stream = client.stream_chat(TURNS, **asked)
+            async for event in stream:
+                if isinstance(event, MessageDelta) and any(call.arguments for call in event.tool_calls):
+                    break
+            await first.kill_router()
+            first.pace.hurry()
+            got = await stream.result()
+        assert (got.message, len(got.plans)) == (expected.message, 2)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

@@ -1,16 +1,11 @@
 """Engine tests compute on one thread: parallel runs must not compete for cores, and sums keep their order."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-
-from engine import floors
-from engine.work import DeviceRates
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,18 +13,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@functools.cache
-def _rates(meter: type[floors.RateMeter], **options: Any) -> DeviceRates:
-    return meter(**options).measure()
-
-
 @pytest.fixture(autouse=True, scope="module")
-def _rates_measured_once() -> Iterator[None]:
-    """Measure the device once for each dtype: at every load that would take longer than most tests' models."""
-    rates = functools.partial(_rates, floors.RateMeter)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(floors, "RateMeter", lambda **options: SimpleNamespace(measure=lambda: rates(**options)))
-        yield
+def _rates(rates_measured_once: None) -> None:
+    pass
 
 
 @pytest.fixture(scope="session")

@@ -13,25 +13,31 @@ from common.errors import PromptTooLong, Refused
 from common.ids import BlockHash, BlockId
 from common.pooling import Pooling
 from engine.fake_model import token_kv
-from engine.landing import Landing
+from engine.fake_pages import FakeWindow
 from engine.request import EngineRequest, Retention
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceState
+from engine.steps.landing import Landing, Pinned
+from engine.window_ids import WindowIds
 from tests.builders import BLOCK_SIZE, Collector, expected_tokens, make_core, make_request
 from tests.engine.core_work import PROMPTS, SAMPLING, Work
 from tests.engine.drafting import GuessingDrafter, eager
 from tests.engine.overlap import Spy, step
 
+NO_BLOCK = BlockId(-1)
+
 
 class CoreCalls(RuleBasedStateMachine):
     """A core over the fake engine, and all calls of a worker as rules."""
+
+    window: FakeWindow | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.works: list[Work] = []
         self.tokens_of: dict[BlockHash, Sequence[int]] = {}
         self.landings: list[tuple[Landing, EngineRequest]] = []
-        self.pins: list[tuple[BlockId, ...]] = []
+        self.pins: list[Pinned] = []
         self.answers: dict[tuple[int, int], list[int]] = {}
 
     @initialize(
@@ -52,10 +58,11 @@ class CoreCalls(RuleBasedStateMachine):
         num_branches: int,
     ) -> None:
         self.core = make_core(
-            num_blocks=num_blocks,
+            num_blocks=num_blocks if self.window is None else 4 * num_blocks,
             max_step_tokens=max_step_tokens,
             max_running=6,
             max_steps_in_flight=max_steps_in_flight,
+            window=self.window,
             speculator=None
             if share_of_right_drafts is None
             else eager(GuessingDrafter(self.answer_of, rate=share_of_right_drafts, num_branches=num_branches)),
@@ -171,7 +178,10 @@ class CoreCalls(RuleBasedStateMachine):
         self.landings.remove((landing, request))
         if landing.block_table:
             num_blocks = data.draw(st.integers(landing.num_cached_blocks, len(landing.hashes)))
-            self.write(landing.block_ids(), range(landing.num_cached_blocks, num_blocks), request.prompt_token_ids)
+            pulled = range(landing.num_cached_blocks, num_blocks)
+            self.write(landing.block_ids(), pulled, request.prompt_token_ids)
+            if num_blocks == len(landing.hashes):
+                self.write_windows(landing.windows, pulled, request.prompt_token_ids)
             for i in range(num_blocks):
                 self.tokens_of[landing.hashes[i]] = request.prompt_token_ids[: (i + 1) * BLOCK_SIZE]
             self.core.landings.commit(landing, num_blocks)
@@ -262,6 +272,12 @@ class CoreCalls(RuleBasedStateMachine):
         leader = work.group.leader
         indexes = range(leader.num_computed // BLOCK_SIZE, len(leader.block_table))
         self.write(leader.block_ids(), indexes, leader.token_ids)
+        self.write_windows(leader.awaited_windows, indexes, leader.token_ids)
+
+    def write_windows(self, windows: WindowIds, indexes: range, token_ids: Sequence[int]) -> None:
+        """Write the correct KV of these blocks of a sequence into its window pages, where it has some."""
+        table = [NO_BLOCK] * windows.first_block + [*windows.ids]
+        self.write(table, range(max(indexes.start, windows.first_block), min(indexes.stop, len(table))), token_ids)
 
     def write(self, block_table: Sequence[BlockId], indexes: range, token_ids: Sequence[int]) -> None:
         """Write the correct KV of these blocks of a sequence into its pages."""

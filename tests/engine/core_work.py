@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from engine.group import Group
+from engine.steps.group import Group
 from tests.builders import Collector, expected_tokens
 from tests.engine.beam_oracle import expected_beams
 

@@ -9,12 +9,12 @@ from common.tokens import TokenArray, as_tokens
 from engine.core import EngineCore
 from engine.events import TokenOutput
 from engine.executor import ScheduledSequence, StepResult
-from engine.plan import StepPlan
 from engine.request import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.costs import MIN_STEPS
 from engine.speculation.drafter import Drafter
-from engine.speculation.speculator import Rule, Speculator
+from engine.steps.plan import StepPlan
+from engine.steps.speculator import Rule, Speculator
 from tests.builders import BLOCK_SIZE, Collector, assert_empty, make_request, run_until_idle, submit
 
 MANY_ROWS = 10_000

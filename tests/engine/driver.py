@@ -16,6 +16,7 @@ from common.tokens import as_tokens
 from engine.cuda.executor import CudaExecutor
 from engine.cuda.loading import load_cuda_executor
 from engine.executor import Executor, ScheduledSequence, StepHandle, StepResult
+from engine.kv_store import has_windows
 from engine.loading import load_executor
 from engine.options import EngineOptions, ModelDescription
 from engine.request import EngineRequest
@@ -67,6 +68,8 @@ class Driver:
         self.num_overlapped = 0
         """Input tokens so far whose ids were not known at the launch."""
         self._block_size = executor.kv.shape.block_size
+        if has_windows(executor.kv):  # a window page for every block
+            executor.kv.window_page_of[:] = array("i", range(executor.kv.num_blocks))
         self.free = [BlockId(i) for i in range(executor.kv.num_blocks)]
         random.Random(seed).shuffle(self.free)
         self._in_flight: deque[tuple[list[ScheduledSequence], StepHandle]] = deque()

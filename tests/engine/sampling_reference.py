@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from engine.logits import SamplingRow
-from engine.noise import noise_key
+from engine.sampling.logits import SamplingRow
+from engine.sampling.noise import noise_key
 
 F64 = npt.NDArray[np.float64]
 

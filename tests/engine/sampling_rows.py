@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 from common.sampling import SamplingParams
-from engine.logits import SamplingRow
-from engine.sampler import Sampler
+from engine.sampling.logits import SamplingRow
+from engine.sampling.sampler import Sampler
 
 EOS = frozenset({2})
 F32 = npt.NDArray[np.float32]
@@ -20,6 +20,7 @@ def make_row(
     sample_index: int = 0,
     prompt: tuple[int, ...] = (5, 6, 7),
     output: tuple[int, ...] = (),
+    tested: int = -1,
     **params: Any,
 ) -> SamplingRow:
     """Return a row with these parameters behind a prompt and what is already there of its answer."""
@@ -29,6 +30,7 @@ def make_row(
         token_index=token_index,
         prompt_token_ids=prompt,
         output_token_ids=output,
+        tested=tested,
     )
 
 

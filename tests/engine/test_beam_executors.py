@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core import EngineCore
-from engine.scheduler import SchedulerLimits
-from tests.builders import assert_empty, make_request, run_until_idle, submit
-from tests.clock import ManualClock
+from tests.builders import assert_empty, core_on, make_request, run_until_idle, submit
 from tests.engine.beam_oracle import reference_beams
 from tests.engine.driver import load, load_device
 from tests.engine.tiny_models import make_model, make_prompt, reference_tokens
@@ -36,11 +33,6 @@ def wanted_beams(name: str, *search: Any) -> list[list[list[int]]]:
     return [reference_beams(model, each, ends=ENDS, max_new_tokens=MAX_TOKENS, **options) for each in PROMPTS]
 
 
-def make_core(executor: Any) -> EngineCore:
-    limits = SchedulerLimits(block_size=4, max_step_tokens=32, max_running=8, max_waiting=64)
-    return EngineCore(executor, limits, ManualClock())
-
-
 @pytest.mark.parametrize(
     ("load_it", "name", "search"),
     [
@@ -53,7 +45,7 @@ def make_core(executor: Any) -> EngineCore:
 def test_beams_beside_others_equal_those_of_transformers(
     checkpoint: Callable[[str], Path], load_it: Load, name: str, search: tuple[int, float, bool, int]
 ) -> None:
-    core = make_core(load_it(checkpoint(name), num_blocks=96))
+    core = core_on(load_it(checkpoint(name), num_blocks=96))
     width, length_penalty, early_stopping, min_tokens = search
     options: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     sampling = options | {"stop_token_ids": frozenset(ENDS), "max_tokens": MAX_TOKENS, "min_tokens": min_tokens}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ from common.wire_names import FinishReason
 from engine import beams
 from engine.beams import BeamSnapshot
 from engine.core import EngineCore
-from engine.events import BeamsAdvanced, Started, Tokens
+from engine.events import BeamsAdvanced, Tokens
 from engine.request import EngineRequest
 from engine.sequence import SequenceState
 from tests import builders
@@ -25,7 +25,6 @@ from tests.builders import (
     Collector,
     assert_empty,
     expected_tokens,
-    granted,
     make_request,
     run_until_idle,
     served,
@@ -50,33 +49,6 @@ def answers(collector: Collector, n: int) -> list[list[int]]:
     """Return every sample's tokens."""
     assert collector.failure is None
     return [collector.token_ids(i) for i in range(n)]
-
-
-@cache
-def request_and_beams(
-    num_prompt_tokens: int, length_penalty: float, early_stopping: bool
-) -> tuple[EngineRequest, list[list[int]]]:
-    request = beam_request(
-        range(num_prompt_tokens), 4, max_tokens=11, length_penalty=length_penalty, early_stopping=early_stopping
-    )
-    return request, expected_beams(request)
-
-
-@pytest.mark.parametrize(
-    ("num_prompt_tokens", "length_penalty", "early_stopping"),
-    [
-        *((num, 1.0, False) for num in sorted({1, *(BLOCK_SIZE * k + d for k in (1, 3) for d in (-1, 0, 1))})),
-        *((5, penalty, early) for penalty in (-1.0, 0.0, 1.0, 2.0) for early in (False, True)),
-    ],
-)
-def test_beams_equal_the_oracle_at_block_boundaries(
-    make_core: MakeCore, num_prompt_tokens: int, length_penalty: float, early_stopping: bool
-) -> None:
-    core = make_core()
-    request, expected = request_and_beams(num_prompt_tokens, length_penalty, early_stopping)
-    for _ in range(2):  # the second time from the prefix cache
-        assert answers(served(core, request), 4) == expected
-    assert_empty(core)
 
 
 @settings(max_examples=60, deadline=None)
@@ -168,39 +140,6 @@ def test_beams_tell_nothing_before_their_end_and_why_each_ended(make_core: MakeC
         assert is_longest or reasons[-1] is FinishReason.STOP
 
 
-def test_beams_on_pulled_pages_look_at_the_last_prompt_token_again(make_core: MakeCore) -> None:
-    for num_tokens in (7, 8, 9):
-        request = beam_request(range(num_tokens), 3, max_tokens=7)
-        source, core = make_core(), make_core()
-        prefilled = granted(source.add_prefill_only(request, Collector()))
-        run_until_idle(source)
-        collector = Collector()
-        group = granted(core.reserve(request, collector))
-        block_ids = group.leader.block_ids()
-        data = source.executor.kv.read_blocks(prefilled.leader.block_ids())
-        core.executor.kv.write_blocks(block_ids, data)
-        core.commit(group, num_tokens)
-        core.start(group, ())
-        core.wake()
-        run_until_idle(core)
-        assert answers(collector, 3) == expected_beams(request)
-        assert_empty(core)
-        source.cancel(prefilled)
-        assert_empty(source)
-
-
-@pytest.mark.parametrize("num_steps", range(1, 8))
-def test_cancelled_beams_free_everything_at_any_step(make_core: MakeCore, num_steps: int) -> None:
-    core = make_core()
-    group, _collector = submit(core, beam_request(range(10), 4, max_tokens=20, ignore_eos=True))
-    for _ in range(num_steps):
-        step(core)
-    core.cancel(group)
-    core.wake()
-    run_until_idle(core)
-    assert_empty(core)
-
-
 def test_one_beam_is_a_greedy_answer_that_streams(make_core: MakeCore) -> None:
     core = make_core()
     collector = served(core, beam_request(b"prompt", 1, temperature=1.0, ignore_eos=True))
@@ -246,42 +185,6 @@ def snapshots_of(request: EngineRequest) -> list[BeamSnapshot]:
     with mock.patch.object(beams, "SNAPSHOT_TOKENS", 1):
         collector = served(builders.make_core(), request)
     return [event.snapshot for event in collector.events if isinstance(event, BeamsAdvanced)]
-
-
-@pytest.mark.parametrize("ignore_eos", [False, True])
-@pytest.mark.parametrize("num_prompt_tokens", [7, 8, 9])
-def test_a_search_goes_on_from_any_step_in_another_engine(
-    make_core: MakeCore, num_prompt_tokens: int, ignore_eos: bool
-) -> None:
-    request = beam_request(range(num_prompt_tokens), 3, max_tokens=10, ignore_eos=ignore_eos)
-    expected = expected_beams(request)
-    snapshots = snapshots_of(request)
-    assert len(snapshots) >= 2
-    for snapshot in snapshots:
-        core = make_core()
-        assert answers(served(core, replace(request, beams=snapshot)), 3) == expected
-        assert core.load().num_pending_prefill_tokens == core.load().num_context_tokens == 0
-        assert_empty(core)
-
-
-def test_a_search_goes_on_behind_a_handoff_of_its_prompt(make_core: MakeCore) -> None:
-    request = beam_request(range(9), 3, max_tokens=10, ignore_eos=True)
-    resumed = replace(request, beams=snapshots_of(request)[5])
-    source, core, collector = make_core(), make_core(), Collector()
-    prefilled = granted(source.add_prefill_only(resumed, Collector()))
-    run_until_idle(source)
-    group = granted(core.reserve(resumed, collector))
-    core.executor.kv.write_blocks(
-        group.leader.block_ids(), source.executor.kv.read_blocks(prefilled.leader.block_ids())
-    )
-    core.commit(group, 9)
-    core.start(group, ())
-    core.wake()
-    run_until_idle(core)
-    assert answers(collector, 3) == expected_beams(request)
-    assert core.load().num_computed_tokens == 3  # of the prompt each beam computes the token behind the full blocks
-    assert not any(isinstance(event, Started) for event in collector.events)
-    assert_empty(core)
 
 
 def test_snapshots_of_a_long_search_are_few_and_their_sizes_bounded() -> None:

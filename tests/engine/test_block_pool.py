@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.block_hash import hash_blocks, hash_root
 from common.eviction import EvictionClass
 from common.ids import BlockHash, BlockId
-from engine.block_pool import KEEP_ALL, KEEP_BRIEFLY, BlockPool, Keeping
+from engine.pages.block_pool import KEEP_ALL, KEEP_BRIEFLY, BlockPool, Keeping
 
 ROOT = hash_root(model_fingerprint="test")
 BLOCK_SIZE = 2
@@ -169,16 +169,6 @@ def test_allocate_prefers_uncached_pages_over_cached_ones() -> None:
     pool.release(scratch)
     assert set(pool.allocate(2)) == set(scratch)
     assert pool.num_cached_blocks == 1
-
-
-def test_publish_when_another_page_has_the_hash_keeps_the_first() -> None:
-    pool = BlockPool(2)
-    (first,) = _published(pool, [0, 1])
-    (second,) = pool.allocate(1)
-    (block_hash,) = hash_blocks([0, 1], root=ROOT, block_size=BLOCK_SIZE)
-    assert pool.publish(second, block_hash, behind=None) == first
-    assert pool.match_prefix([block_hash]) == [first]
-    assert pool.is_writable(second)
 
 
 def test_release_below_zero_is_asserted_with_the_count() -> None:

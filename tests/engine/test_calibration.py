@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.calibration import round_for_windows
-from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder
-from engine.model.gptq import TextSums, round_for_text
-from engine.model.grouped import GroupedLinear, split
-from engine.model.rounding import round_to_zero_points
-from engine.model.weights import DecoderWeights, plain
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
+from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.weights.config import DecoderConfig
+from engine.weights.decoder_weights import DecoderWeights, plain
+from engine.weights.gptq import TextSums, round_for_text
+from engine.weights.grouped import GroupedLinear
+from engine.weights.rounding import round_to_zero_points
 from tests.engine.checkpoints.models import SIZES, load
 from tests.engine.tiny_models import make_model, make_prompt
 
@@ -118,7 +118,7 @@ def hidden_states(weights: DecoderWeights, config: DecoderConfig, window: list[i
     )
 
 
-@pytest.mark.parametrize("name", ["llama-attention-bias", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma3-every-third", "llama-attention-bias", "qwen3"])
 def test_model_rounded_for_windows_stays_closer_to_itself_than_the_nearest(
     model: Callable[[str], tuple[DecoderWeights, DecoderConfig]], name: str
 ) -> None:
@@ -133,19 +133,11 @@ def test_model_rounded_for_windows_stays_closer_to_itself_than_the_nearest(
     for kind in rounded:
         copy, _ = model(name)
         for layer_idx, layer in enumerate(copy.layers):
-            for place, field in enumerate(("qkv", "output", "gate_up", "down")):
-                linear = plain(getattr(layer, field))
+            for place_idx, place in enumerate(layer.places()):
+                linear = plain(place.get())
                 nearest = round_to_zero_points(linear.weight, bits=4, group_size=32)
-                weight = by_text[4 * layer_idx + place] if kind == "text" else nearest
-                setattr(layer, field, GroupedLinear(weight, linear.bias))
+                weight = by_text[4 * layer_idx + place_idx] if kind == "text" else nearest
+                place.put(GroupedLinear(weight, linear.bias))
         found = [hidden_states(copy, config, window) for window in windows]
         rounded[kind] = error(torch.cat(found), torch.cat(expected))
     assert rounded["text"] < 0.8 * rounded["nearest"]
-
-
-def test_parts_of_a_fused_weight_have_its_rows() -> None:
-    whole = round_to_zero_points(some_weight(), bits=4, group_size=32)
-    parts = list(split(whole, (8, 4, 12)))
-    assert [part.shape for part in parts] == [(8, INPUTS), (4, INPUTS), (12, INPUTS)]
-    joined = torch.cat([part.dequantize(torch.float32) for part in parts])
-    assert torch.equal(joined, whole.dequantize(torch.float32))

@@ -1,6 +1,5 @@
 """EngineCore over the fake engine, whose answers depend on every byte of KV it reads; in turn and overlapped."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,14 +13,12 @@ from common.ids import RequestId
 from common.wire_names import FinishReason
 from engine.core import MAX_FAILED_STEPS, DeviceBroken, EngineCore
 from engine.events import Started, Tokens
-from engine.group import Group
 from tests import builders
 from tests.builders import (
     BLOCK_SIZE,
     Collector,
     assert_empty,
     expected_tokens,
-    granted,
     make_request,
     run_until_idle,
     served,
@@ -82,21 +79,6 @@ def test_generate_with_other_salt_never_sees_cached_blocks(make_core: MakeCore) 
         assert started.num_cached_tokens == 0
 
 
-def test_mixed_load_in_tiny_pool_preempts_and_still_equals_oracle(make_core: MakeCore) -> None:
-    rng = random.Random(7)
-    core = make_core(num_blocks=14, max_step_tokens=16)
-    requests = [
-        make_request([rng.randrange(3) for _ in range(rng.randrange(1, 20))], max_tokens=20, ignore_eos=True)
-        for _ in range(24)
-    ]
-    collectors = [submit(core, request)[1] for request in requests]
-    run_until_idle(core)
-    for request, collector in zip(requests, collectors, strict=True):
-        assert collector.token_ids() == expected_tokens(request)
-    assert core.load().num_preemptions > 0
-    assert_empty(core)
-
-
 def test_preempted_request_is_resumed_before_later_arrivals_start(make_core: MakeCore) -> None:
     core = make_core(num_blocks=7, max_step_tokens=32)
     _g, early = submit(core, make_request([0] * 9, max_tokens=12, ignore_eos=True))
@@ -122,36 +104,6 @@ def test_n_samples_share_prompt_pages_and_equal_single_samples(make_core: MakeCo
     for sample in range(5):
         assert collector.token_ids(sample) == expected_tokens(request, sample=sample)
     assert_empty(core)
-
-
-def test_n_samples_in_tiny_pool_with_preemption_equal_single_samples(make_core: MakeCore) -> None:
-    core = make_core(num_blocks=12)
-    requests = [
-        make_request([seed] * 6, n=3, temperature=1.0, seed=seed, max_tokens=14, ignore_eos=True) for seed in range(6)
-    ]
-    collectors = [submit(core, request)[1] for request in requests]
-    run_until_idle(core)
-    for request, collector in zip(requests, collectors, strict=True):
-        for sample in range(3):
-            assert collector.token_ids(sample) == expected_tokens(request, sample=sample)
-    assert core.load().num_preemptions > 0
-    assert_empty(core)
-
-
-def test_sampled_answer_is_the_same_alone_in_a_batch_and_resumed(make_core: MakeCore) -> None:
-    request = make_request([5, 6, 7], temperature=0.8, seed=11, max_tokens=12, ignore_eos=True)
-    alone = expected_tokens(request)
-    core = make_core()
-    submits = [submit(core, make_request([i], temperature=1.0, seed=i, max_tokens=10)) for i in range(15)]
-    in_batch = served(core, request)
-    assert len(submits) == 15
-    assert in_batch.token_ids() == alone
-    _group, resumed = submit(
-        core, make_request([5, 6, 7], output=alone[:5], temperature=0.8, seed=11, max_tokens=12, ignore_eos=True)
-    )
-    run_until_idle(core)
-    assert resumed.token_ids() == alone[5:]
-    assert resumed.outputs[0].token_index == 5
 
 
 def test_finish_reasons_stop_token_eos_length_and_context_end(make_core: MakeCore) -> None:
@@ -193,38 +145,6 @@ def test_prompt_logprobs_of_a_prompt_preempted_half_way_come_once(make_core: Mak
     assert_empty(core)
 
 
-def test_prompt_logprobs_are_sent_once_when_a_sample_is_recomputed_or_taken_over(
-    make_core: MakeCore,
-) -> None:
-    core = make_core(num_blocks=12, max_step_tokens=32)
-    submit(core, make_request([0] * 17, max_tokens=20, ignore_eos=True))
-    late_request = make_request([1] * 17, max_tokens=20, ignore_eos=True, num_prompt_logprobs=1)
-    late = served(core, late_request)
-    assert core.load().num_preemptions > 0
-    told = [len(event.prompt_logprobs) for event in late.events if isinstance(event, Tokens)]
-    assert (told[0], sum(told)) == (16, 16)
-    rest = make_request([1] * 17, output=late.token_ids()[:2], max_tokens=20, ignore_eos=True, num_prompt_logprobs=1)
-    taken_over = served(core, rest)
-    assert not any(event.prompt_logprobs for event in taken_over.events if isinstance(event, Tokens))
-    assert taken_over.token_ids() == late.token_ids()[2:]
-
-
-@pytest.mark.parametrize("steps_before_cancel", range(6))
-def test_cancel_in_every_phase_frees_everything(make_core: MakeCore, steps_before_cancel: int) -> None:
-    core = make_core(max_step_tokens=16, max_running=8)
-    prompt = list(range(40))
-    group, collector = submit(core, make_request(prompt, n=4, temperature=1.0, max_tokens=50, ignore_eos=True))
-    _other, survivor = submit(core, make_request([9, 9], max_tokens=4, ignore_eos=True))
-    for _ in range(steps_before_cancel):
-        step(core)
-    core.cancel(group)
-    before = len(collector.outputs)
-    run_until_idle(core)
-    assert len(collector.outputs) == before
-    assert survivor.token_ids() == expected_tokens(_other.request)
-    assert_empty(core)
-
-
 def test_add_when_line_is_full_is_refused_with_retry_hint(make_core: MakeCore) -> None:
     core = make_core(max_waiting=2)
     for _ in range(2):
@@ -256,38 +176,6 @@ def test_step_when_executor_fails_ends_only_that_batch(make_core: MakeCore) -> N
     _group, after = submit(core, make_request([1, 2, 3]))
     run_until_idle(core)
     assert after.token_ids() == expected_tokens(_group.request)
-
-
-def test_reserve_refuses_when_pages_are_short_and_grants_after_release(make_core: MakeCore) -> None:
-    core = make_core(num_blocks=10)
-    first = granted(core.reserve(make_request(range(20), max_tokens=4), Collector()))
-    refused = core.reserve(make_request(range(100, 120), max_tokens=4), Collector())
-    assert isinstance(refused, Refused)
-    core.cancel(first)
-    assert isinstance(core.reserve(make_request(range(100, 120), max_tokens=4), Collector()), Group)
-
-
-def test_handoff_in_one_process_equals_oracle_and_publishes_only_verified_blocks(make_core: MakeCore) -> None:
-    prefill, decode = make_core(max_step_tokens=16), make_core()
-    request = make_request(range(23), max_tokens=10, ignore_eos=True)
-    collector, sent = Collector(), Collector()
-    source = granted(prefill.add_prefill_only(request, sent))
-    target = granted(decode.reserve(request, collector))
-    run_until_idle(prefill)
-    assert prefill.load().num_held == 1
-    data = prefill.executor.kv.read_blocks(source.leader.block_ids())
-    decode.executor.kv.write_blocks(target.leader.block_ids(), data)
-    assert not decode.pool.snapshot().stored
-    decode.commit(target, 23)
-    first = sent.outputs[0]
-    decode.start(target, [(first.token_id, first.finish_reason is not None)])
-    decode.wake()
-    run_until_idle(decode)
-    assert [first.token_id, *collector.token_ids()] == expected_tokens(request)
-    assert collector.outputs[0].token_index == 1
-    prefill.cancel(source)
-    assert_empty(prefill)
-    assert_empty(decode)
 
 
 def test_device_on_which_step_after_step_fails_ends_the_engine(make_core: MakeCore) -> None:

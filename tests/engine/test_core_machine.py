@@ -5,13 +5,17 @@ page that gets a new owner too early, or is published with wrong content, gives 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
+from common.ids import BlockId
 from engine.events import Embedded, Tokens
 from engine.fake_model import token_kv
+from engine.fake_pages import FakeWindow
+from engine.kv_store import has_windows
 from engine.request import EngineRequest
 from engine.sequence import SequenceState
 from tests.builders import BLOCK_SIZE, assert_empty, expected_embedding
@@ -43,7 +47,7 @@ class CoreMachine(CoreCalls):
             held.update(landing.block_table)
             held.update(landing.retired_blocks)
         for pin in self.pins:
-            held.update(pin)
+            held.update(pin.block_ids)
         for block_id in range(pool.num_blocks):
             extra = pool.ref_count(block_id) - held[block_id]  # the source of a copy is held by its step
             assert extra == 0 or (extra > 0 and self.core.num_steps_in_flight), (block_id, extra)
@@ -61,11 +65,12 @@ class CoreMachine(CoreCalls):
         for sequence in (s for work in self.works for s in work.group.sequences):
             self.note_blocks(sequence)
         for block_hash in self.core.pool.snapshot().stored:
-            (block_id,) = self.core.pool.match_prefix([block_hash])
+            block_id = self.core.pool.block_of(block_hash)
             tokens = self.tokens_of[block_hash]
-            found = np.frombuffer(self.core.executor.kv.read_blocks([block_id]), dtype="<u8")
             start = len(tokens) - BLOCK_SIZE
-            assert found.tolist() == [token_kv(tokens[p], p) for p in range(start, len(tokens))]
+            expected = [token_kv(tokens[p], p) for p in range(start, len(tokens))]
+            for page_id in (block_id, *self.window_ids([block_id])):
+                assert np.frombuffer(self.core.executor.kv.read_blocks([page_id]), dtype="<u8").tolist() == expected
 
     @invariant()
     def load_counts_what_is_there(self) -> None:
@@ -87,7 +92,9 @@ class CoreMachine(CoreCalls):
         pool = self.core.pool
         for sequence in (s for work in self.works for s in work.group.sequences):
             reusable = sequence.block_hashes[: sequence.num_reusable_blocks]
-            assert pool.num_matching(sequence.block_hashes, len(reusable)) == len(pool.match_prefix(reusable))
+            num_matching = pool.num_matching(sequence.block_hashes, len(reusable))
+            num_found = len(pool.match_prefix(reusable))
+            assert num_matching == num_found or (self.window is not None and num_matching > num_found)
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -129,6 +136,14 @@ class CoreMachine(CoreCalls):
                 has_output = bool(work.group.request.output_token_ids)
                 assert sum(told) == (0 if has_output else len(work.group.request.prompt_token_ids) - 1)
 
+    def window_ids(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
+        """Return the window pages of those blocks that have one."""
+        kv = self.core.executor.kv
+        if not has_windows(kv):
+            return []
+        pages = [kv.window_page_of[block_id] for block_id in block_ids]
+        return [BlockId(kv.num_blocks + page) for page in pages if page >= 0]
+
     def run_until_idle(self) -> None:
         """Step like the engine thread: a stalled core waits for a command."""
         for _ in range(1000):
@@ -143,5 +158,29 @@ class CoreMachine(CoreCalls):
         return work.answer(sample)[0 if request.output_token_ids else work.first_index :]
 
 
+class WindowMachine(CoreMachine):
+    """A core whose model has a layer with a window of two blocks or so."""
+
+    window = FakeWindow(num_tokens=5, num_pages=24)
+
+    @invariant()
+    def window_pages_are_needed_by_sequences_landings_and_pins_only(self) -> None:
+        windows = self.core.pool.windows
+        assert windows is not None
+        needed: set[int] = set()
+        for sequence in (s for work in self.works for s in work.group.sequences):
+            needed.update(sequence.block_table[i] for i in sequence.window_blocks)
+            needed.update(sequence.landed_blocks[i] for i in sequence.landed_windows)
+        for landing, _request in self.landings:
+            needed.update(landing.block_table[i] for i in landing.window_blocks)
+        for pin in self.pins:
+            needed.update(pin.block_ids[i] for i in pin.window_blocks)
+        assert windows.num_needed == len(needed)
+        assert windows.num_needed <= windows.num_promised
+        assert windows.num_promised <= windows.num_pages or not windows.is_scarce
+
+
+WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWindows = WindowMachine.TestCase
 CoreMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestCore = CoreMachine.TestCase

@@ -6,8 +6,8 @@ import pytest
 
 from common.chat.grammars import after_reasoning, structure_lark, tool_grammar
 from common.structured_outputs import Structure, structure_text
-from engine.digit_runs import MAX_DIGITS
-from engine.grammar import GrammarState
+from engine.text.digit_runs import MAX_DIGITS
+from engine.text.grammar import GrammarState
 from tests.builders import FAKE_GRAMMARS
 
 NUMBERS = {"type": "array", "items": {"type": "number"}}

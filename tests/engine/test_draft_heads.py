@@ -9,13 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from engine.executor import Sampled, ScheduledSequence, StepResult
 from engine.loading import load_draft_heads
-from engine.model.config import UnsupportedModel
-from engine.model.heads import FILE_NAME, DraftHeads
 from engine.speculation.heads import HeadsDrafter
+from engine.weights.config import UnsupportedModel
+from engine.weights.heads import FILE_NAME, DraftHeads
+from tests.engine.draft_layers import load_tiny, tiny_requests
 from tests.engine.drafting import drafts_of, eager
 from tests.engine.driver import make_sequence
-from tests.engine.test_speculation_model import load_verifying, requests_of, serve
-from tests.short_model import write_short_model
+from tests.engine.test_speculation_model import serve
+from tests.engine.tiny_models import make_model
 
 HIDDEN, VOCAB = 8, 12
 
@@ -73,13 +74,13 @@ def test_nothing_is_drafted_without_the_state_behind_the_last_token() -> None:
     assert drafter.prospects(sequence, 5) == []
 
 
-@pytest.mark.model
-def test_real_answers_of_every_kind_are_those_without_heads(tmp_path: Path) -> None:
-    executor = load_verifying(write_short_model(tmp_path), "bfloat16")
-    requests = requests_of(tmp_path, executor)
-    plain, _ = serve(executor, requests, None)
+def test_answers_of_every_kind_are_those_without_heads(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    make_model("llama", **sizes).save_pretrained(tmp_path)
+    executor = load_tiny(tmp_path, block_size=16)
+    plain, _ = serve(executor, tiny_requests(), None)
     write_heads(tmp_path, hidden=executor.hidden_size, num_heads=3)
     drafter = load_draft_heads(tmp_path, executor, num_branches=2)
-    speculated, core = serve(executor, requests, eager(drafter, num_tokens=3))
+    speculated, core = serve(executor, tiny_requests(), eager(drafter, num_tokens=3))
     assert speculated == plain
     assert core.load().num_drafted_tokens

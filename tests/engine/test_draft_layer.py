@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kv_cache import TorchKvStore, kv_shape
-from engine.model.config import UnsupportedModel
 from engine.model.eagle_checkpoint import DraftedModel, read_eagle, read_mtp
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
+from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.weights.config import UnsupportedModel
 from tests.engine.draft_layers import (
     CONFIG,
     EAGLE,

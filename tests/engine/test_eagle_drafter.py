@@ -9,14 +9,11 @@ import torch
 
 from common.ids import BlockId
 from common.tokens import as_tokens
-from engine.core import EngineCore
 from engine.executor import Branch, ScheduledSequence
-from engine.group import Group
 from engine.runner import KeptStates
-from engine.scheduler import SchedulerLimits
 from engine.speculation.eagle import MAX_STATES, KnownStates
-from tests.builders import Collector, assert_empty, run_until_idle
-from tests.clock import ManualClock
+from engine.steps.group import Group
+from tests.builders import Collector, assert_empty, core_on, run_until_idle
 from tests.engine.draft_layers import (
     CONFIG,
     EAGLE,
@@ -32,9 +29,8 @@ from tests.engine.draft_layers import (
 )
 from tests.engine.drafting import eager
 from tests.engine.driver import Driver, make_sequence
-from tests.engine.test_speculation_model import load_verifying, requests_of, serve
+from tests.engine.test_speculation_model import serve
 from tests.engine.tiny_models import make_model
-from tests.short_model import write_short_model
 
 
 def test_states_behind_a_gap_begin_anew_and_known_ones_are_not_taken_twice() -> None:
@@ -144,8 +140,7 @@ def test_answer_to_a_prompt_read_elsewhere_is_drafted_from_its_second_step(
     ((answer,), _core) = serve(other, [request], None)
     plain = answer[0]
     drafter = load_layer(model_dir if kind == "mtp" else layer_dir, executor, kind=kind)
-    limits = SchedulerLimits(block_size=16, max_step_tokens=64, max_running=4, max_waiting=4)
-    core = EngineCore(executor, limits, ManualClock(), eager(drafter, num_tokens=4))
+    core = core_on(executor, block_size=16, speculator=eager(drafter, num_tokens=4))
     collector = Collector()
     group = core.reserve(request, collector)
     assert isinstance(group, Group)
@@ -163,17 +158,15 @@ def test_answer_to_a_prompt_read_elsewhere_is_drafted_from_its_second_step(
     assert drafter.num_used_blocks == 0
 
 
-@pytest.mark.model
-def test_real_answers_of_every_kind_are_those_without_a_draft_layer(tmp_path: Path) -> None:
-    executor = load_verifying(write_short_model(tmp_path), "bfloat16")
-    requests = requests_of(tmp_path, executor)
-    plain, _ = serve(executor, requests, None)
-    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": executor.vocab_size}
-    for kind, more in ((EAGLE, {}), (EAGLE3, {"draft_vocab_size": 300})):
-        config = CONFIG | sizes | more
-        layer = write_layer(tmp_path / kind, layer_tensors(kind, config, model_hidden=576), config)
-        drafter = load_layer(layer, executor, num_branches=1)
-        speculated, core = serve(executor, requests, eager(drafter, num_tokens=3))
-        assert speculated == plain
-        assert core.load().num_drafted_tokens
-        assert drafter.num_used_blocks == 0
+def test_answers_of_every_kind_are_those_without_a_layer_of_eagle_3(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 6}
+    make_model("llama", **sizes).save_pretrained(tmp_path)
+    executor = load_tiny(tmp_path, block_size=16)
+    plain, _ = serve(executor, tiny_requests(), None)
+    config = CONFIG | {"draft_vocab_size": 50}
+    layer = write_layer(tmp_path / EAGLE3, layer_tensors(EAGLE3, config, model_hidden=64), config)
+    drafter = load_layer(layer, executor, num_branches=1)
+    speculated, core = serve(executor, tiny_requests(), eager(drafter, num_tokens=3))
+    assert speculated == plain
+    assert core.load().num_drafted_tokens
+    assert drafter.num_used_blocks == 0

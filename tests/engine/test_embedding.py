@@ -15,11 +15,11 @@ from common.pooling import Pooling
 from engine.core import EngineCore
 from engine.events import Embedded, Started
 from engine.executor import ScheduledSequence
-from engine.scheduler import SchedulerLimits
 from tests.builders import (
     Collector,
     Floats,
     assert_empty,
+    core_on,
     expected_embedding,
     expected_tokens,
     granted,
@@ -29,7 +29,6 @@ from tests.builders import (
     served,
     submit,
 )
-from tests.clock import ManualClock
 from tests.engine.driver import Driver, load, load_device, make_sequence
 from tests.engine.tiny_models import make_model, make_prompt
 
@@ -87,45 +86,6 @@ def test_prompt_that_was_embedded_is_cached_for_those_that_generate() -> None:
     assert (started.num_cached_tokens, collector.token_ids()) == (16, expected_tokens(request))
 
 
-@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_embeddings_share_steps_with_answers_and_change_none(max_steps_in_flight: int) -> None:
-    core = make_core(max_steps_in_flight=max_steps_in_flight, max_step_tokens=16)
-    requests = [make_request([i + 1] * (5 * i + 3), ignore_eos=True) for i in range(3)]
-    answers = [submit(core, request)[1] for request in requests]
-    prompts = [[i + 65] * (7 * i + 2) for i in range(4)]
-    found = [(begin(core, prompt, pooling), prompt, pooling) for prompt in prompts for pooling in POOLINGS]
-    run_until_idle(core)
-    assert [answer.token_ids() for answer in answers] == [expected_tokens(request) for request in requests]
-    for collector, prompt, pooling in found:
-        assert vector_of(collector).tolist() == expected_embedding(prompt, pooling).tolist()
-    assert_empty(core)
-
-
-def test_preempted_embedding_begins_again_and_is_the_same() -> None:
-    core = make_core(num_blocks=12, max_step_tokens=2, max_steps_in_flight=1)
-    answer = submit(core, request := make_request([7] * 6, max_tokens=40, ignore_eos=True))[1]
-    prompt = list(range(60, 84))
-    collector = begin(core, prompt, Pooling.MEAN)
-    run_until_idle(core)
-    assert core.scheduler.num_preemptions == 1, "the answer has not taken the prompt's pages"
-    assert vector_of(collector).tolist() == expected_embedding(prompt, Pooling.MEAN).tolist()
-    assert answer.token_ids() == expected_tokens(request)
-
-
-def test_cancelled_embedding_holds_nothing_in_any_state() -> None:
-    for num_steps in range(6):
-        core = make_core(max_step_tokens=4)
-        collector = Collector()
-        request = replace(make_request(range(40, 56)), pooling=Pooling.MEAN)
-        group = granted(core.add(request, collector))
-        for _ in range(num_steps):
-            if core.has_work:
-                core.step()
-        core.cancel(group)
-        run_until_idle(core)
-        assert_empty(core)
-
-
 def test_prompt_too_long_for_the_model_is_refused() -> None:
     with pytest.raises(PromptTooLong, match="takes 15"):
         begin(make_core(max_model_len=16), [1] * 16, Pooling.LAST)
@@ -159,11 +119,6 @@ def reference(name: str, prompt: tuple[int, ...]) -> dict[Pooling, Floats]:
     return {Pooling.LAST: hidden[-1], Pooling.MEAN: hidden.mean(axis=0)}
 
 
-def core_of(executor: Any, max_step_tokens: int) -> EngineCore:
-    limits = SchedulerLimits(block_size=4, max_step_tokens=max_step_tokens, max_running=8, max_waiting=64)
-    return EngineCore(executor, limits, ManualClock())
-
-
 @pytest.mark.parametrize(
     ("load_it", "name", "options", "max_step_tokens"),
     [
@@ -179,7 +134,7 @@ def test_embeddings_of_every_executor_equal_transformers(
     checkpoint: Callable[[str], Path], load_it: Load, name: str, options: dict[str, Any], max_step_tokens: int
 ) -> None:
     executor = load_it(checkpoint(name), **options)
-    core = core_of(executor, max_step_tokens)
+    core = core_on(executor, max_step_tokens=max_step_tokens)
     prompts = [make_prompt(num, seed=num) for num in (1, 4, 23, 40)]
     answer = submit(core, make_request([3, 4, 5], ignore_eos=True, max_tokens=20))[1]
     found = [(begin(core, prompt, pooling), prompt, pooling) for prompt in prompts for pooling in POOLINGS]

@@ -14,7 +14,7 @@ import torch
 
 from common.sampling import SamplingParams
 from engine.executor import Logprobs, ScheduledSequence
-from engine.kv_cache import TorchKvStore
+from engine.pages.kv_cache import TorchKvStore
 from tests.engine.driver import GREEDY, Driver, load, load_device, make_sequence
 from tests.engine.tiny_models import MAX_MODEL_LEN, MODELS, make_model, make_prompt, reference_tokens
 
@@ -24,7 +24,7 @@ NUM_CHUNKED_TOKENS = 6
 # Around the block size of 4: below, at and above a boundary; and the one-token prompt.
 PROMPT_LENS = (1, 3, 4, 5, 23, 40)
 CHUNKED = [make_prompt(num, seed=num) for num in (33, 12, 32)]
-DEVICE_MODELS = ("llama", "llama-attention-bias", "mistral-window", "qwen2-tied", "qwen3-layer-types")
+DEVICE_MODELS = ("gemma3", "llama", "llama-attention-bias", "mistral-window", "qwen2-tied", "qwen3-layer-types")
 
 
 @pytest.fixture(name="load_it", params=[load, load_device], ids=["runner", "device"])
@@ -84,15 +84,6 @@ def test_step_when_prompt_has_n_samples_draws_each_with_its_own_noise(
         assert [sampled.token_id for sampled in single.sampled] == [token_id]
 
 
-def test_step_when_chunk_ends_inside_the_prompt_samples_nothing(load_it: Load, qwen3: Path) -> None:
-    driver = Driver(load_it(qwen3))
-    sequence = make_sequence(make_prompt(10))
-    (result,) = driver.step([(sequence, 9)])
-    assert (result.sampled, result.prompt_logprobs) == ([], [])
-    (result,) = driver.step([(sequence, 1)])
-    assert len(result.sampled) == 1
-
-
 def test_launch_when_batch_is_empty_returns_nothing(load_it: Load, qwen3: Path) -> None:
     assert load_it(qwen3).launch([]).results() == []
 
@@ -141,16 +132,6 @@ def test_generate_when_sampled_in_a_batch_answers_as_alone(load_it: Load, qwen3:
     crowd = [make_sequence(make_prompt(num, seed=num)) for num in (40, 2, 9)]
     sequences = [*crowd, make_sequence(prompt, sampling=sampling)]
     assert Driver(load_it(qwen3), seed=2).generate(sequences, num_tokens=NUM_TOKENS, chunk_size=6)[-1] == alone
-
-
-def test_generate_when_prefix_pages_are_shared_answers_the_same(load_it: Load, qwen3: Path) -> None:
-    driver = Driver(load_it(qwen3))
-    first = make_sequence(make_prompt(21))
-    (expected,) = driver.generate([first], num_tokens=NUM_TOKENS)
-    second = make_sequence(make_prompt(21))
-    second.block_table = first.block_table[:5]
-    second.num_computed = 20
-    assert driver.generate([second], num_tokens=NUM_TOKENS) == [expected]
 
 
 def test_generate_when_pages_moved_from_the_cpus_executor_answers_the_same(load_it: Load, qwen3: Path) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest
-from common.fake_tokenizer import EOS_TOKEN_ID
+from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from common.structured_outputs import MAX_DEPTH, read_structure, structure_text
 from engine.core import EngineCore
 from engine.request import EngineRequest
+from engine.text.grammar import Grammars
 from tests import builders
 from tests.builders import FAKE_GRAMMARS, assert_empty, expected_tokens, make_request, run_until_idle, served, submit
 
@@ -209,3 +210,10 @@ def test_answers_beside_forced_text_get_a_token_in_every_step(make_core: MakeCor
     assert num_steps < 60 + 30, "its tokens wait for nobody, once its prompt is computed"
     run_until_idle(core)
     assert all(text_of(each.token_ids()) == "a text without any choice in it, " * 3 for each in forced)
+
+
+def test_large_vocabulary_is_read_before_the_first_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.text.grammar.LARGE_VOCABULARY", 1)
+    grammars = Grammars(byte_tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_TOKEN_ID}))
+    monkeypatch.delattr("llguidance.LLTokenizer")
+    assert grammars.compile(structure_text(STRUCTURES["regex"])).begin().allowed(()).any()

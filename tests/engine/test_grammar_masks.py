@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidRequest
 from common.fake_tokenizer import EOS_TOKEN_ID
 from common.structured_outputs import structure_text
-from engine.grammar import Grammar, Grammars
+from engine.text.grammar import Grammar, Grammars
 from tests.builders import FAKE_GRAMMARS
 from tests.engine.schemas import random_schema
 

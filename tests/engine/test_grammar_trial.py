@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from common.errors import Overloaded
-from engine import grammar_trial
-from engine.grammar_trial import GrammarTrials
+from engine.text import grammar_trial
+from engine.text.grammar_trial import GrammarTrials
 from tests.builders import FAKE_GRAMMARS
 
 TIMEOUT_S = 60.0
@@ -54,28 +54,25 @@ def process_of(trials: GrammarTrials) -> psutil.Process:
     return psutil.Process(trials._forker.result()._process.pid)  # noqa: SLF001
 
 
-@pytest.mark.parametrize(
-    "structure",
-    [
-        {"grammar": DEEP},
-        json.loads(SLOW),
-        {"json": {"$ref": "#"}},
-        {"regex": "[^\\s\\S]"},
-        {"grammar": "start: start"},
-    ],
-    ids=["deep rules", "slow", "no schema", "no text", "no end"],
-)
-async def test_hostile_grammar_is_refused(
-    trials: GrammarTrials, structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_trial, "TRIAL_S", 0.5)
-    spent = Spent()
-    verdict = await trials.run(json.dumps(structure), spent)
-    assert "cannot be compiled" in verdict.reason
-    assert ("it crashes the compiler (signal 11)" in verdict.reason) == (structure == {"grammar": DEEP})
-    assert spent.cpu_s > 0
-    monkeypatch.setattr(grammar_trial, "TRIAL_S", 60.0)
-    assert not (await trials.run(GOOD, Spent())).reason
+HOSTILE: dict[str, dict[str, Any]] = {
+    "deep rules": {"grammar": DEEP},
+    "slow": json.loads(SLOW),
+    "no schema": {"json": {"$ref": "#"}},
+    "no text": {"regex": "[^\\s\\S]"},
+    "no end": {"grammar": "start: start"},
+}
+
+
+async def test_hostile_grammars_are_refused(trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, structure in HOSTILE.items():
+        monkeypatch.setattr(grammar_trial, "TRIAL_S", 0.5)
+        spent = Spent()
+        verdict = await trials.run(json.dumps(structure), spent)
+        assert "cannot be compiled" in verdict.reason, name
+        assert ("it crashes the compiler (signal 11)" in verdict.reason) == (name == "deep rules")
+        assert spent.cpu_s > 0
+        monkeypatch.setattr(grammar_trial, "TRIAL_S", 60.0)
+        assert not (await trials.run(GOOD, Spent())).reason
 
 
 async def test_grammar_on_a_host_that_is_too_busy_is_refused_for_now_only(
@@ -97,14 +94,6 @@ async def test_grammar_is_refused_for_now_only_when_the_host_runs_out_of_memory(
     fork.kill()
     with pytest.raises(Overloaded):
         await running
-
-
-async def test_grammar_that_takes_long_holds_no_other_one_up(trials: GrammarTrials) -> None:
-    slow = asyncio.create_task(trials.run(SLOW, Spent()))
-    async with asyncio.timeout(TIMEOUT_S):
-        assert not (await trials.run(GOOD, Spent())).reason
-    assert not slow.done()
-    slow.cancel()
 
 
 async def test_trial_of_a_client_that_has_left_ends_and_its_cpu_time_is_known(trials: GrammarTrials) -> None:

@@ -8,7 +8,7 @@ from common.eviction import MAX_VALUE
 from common.ids import BlockHash
 from common.prefix_chains import whole_chain
 from engine.core import EngineCore
-from engine.hot_prefixes import hot_prefixes
+from engine.pages.hot_prefixes import hot_prefixes
 from tests.builders import BLOCK_SIZE, make_core, make_request, served, submit
 from tests.engine.test_block_pool import BLOCK_SIZE as SMALL_BLOCK
 from tests.engine.test_block_pool import NUM_BLOCKS, ROOT, PoolMachine
@@ -20,7 +20,7 @@ class HotMachine(PoolMachine):
     def check(self) -> None:
         held = [holder.table for holder in self.holders]
         for max_blocks in (1, 3, NUM_BLOCKS):
-            chains = hot_prefixes(self.pool, held, max_blocks)
+            chains = hot_prefixes(self.pool, self.pool.last_reused(held), max_blocks)
             named: list[BlockHash] = [block_hash for chain in chains for block_hash in chain.hashes]
             assert len(named) == len(set(named)) <= max_blocks, "every block once"
             for idx in range(len(chains)):

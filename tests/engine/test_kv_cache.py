@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,18 +14,20 @@ import torch
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
-from engine.kv_cache import TorchKvStore, num_blocks_for_budget
+from common.random_models import CONFIGS
+from engine.device.memory import NoRoomForPages
+from engine.device.shared_memory import allocate_region, map_peer_region
 from engine.kv_store import NONCE_BYTES
-from engine.memory import NoRoomForPages
-from engine.shared_memory import allocate_region, map_peer_region
+from engine.pages.kv_cache import TorchKvStore, kv_shape, num_blocks_for_budget, windowed_layers
+from engine.weights.config import parse_config
 from tests.engine.cuda_kv.support import make_shape
 
 CPU = torch.device("cpu")
 
 
-def make_store(dtype: str = "float32", num_blocks: int = 5) -> TorchKvStore:
+def make_store(dtype: str = "float32", num_blocks: int = 5, parts_per_layer: int = 2) -> TorchKvStore:
     """Return a store whose every element differs from its neighbours."""
-    store = TorchKvStore(make_shape(dtype=dtype), num_blocks, device=CPU)
+    store = TorchKvStore(make_shape(dtype=dtype, parts_per_layer=parts_per_layer), num_blocks, device=CPU)
     for layer_idx, pages in enumerate(store.layers):
         for half, page in enumerate(pages):
             values = torch.arange(page.numel(), dtype=torch.float32) + 1000 * (2 * layer_idx + half)
@@ -36,43 +39,34 @@ def ids(*block_ids: int) -> list[BlockId]:
     return [BlockId(i) for i in block_ids]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_read_blocks_when_order_is_scrambled_returns_each_block_contiguous(dtype: str) -> None:
-    store = make_store(dtype)
-    data = store.read_blocks(ids(3, 0, 4))
-    assert data.nbytes == 3 * store.shape.block_bytes
-    blocks = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(3, 3, 2, 4, 2, 6)
-    for row, block_id in enumerate((3, 0, 4)):
-        for layer_idx, (keys, values) in enumerate(store.layers):
-            assert torch.equal(blocks[row, layer_idx, 0], keys[block_id])
-            assert torch.equal(blocks[row, layer_idx, 1], values[block_id])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_write_blocks_when_given_what_was_read_restores_it_elsewhere(dtype: str) -> None:
-    source, target = make_store(dtype), TorchKvStore(make_shape(dtype=dtype), 7, device=CPU)
-    target.write_blocks(ids(6, 2), source.read_blocks(ids(1, 4)))
-    for (keys, values), (target_keys, target_values) in zip(source.layers, target.layers, strict=True):
-        assert torch.equal(target_keys[6], keys[1])
-        assert torch.equal(target_values[2], values[4])
-        assert not target_keys[[0, 1, 3, 4, 5]].any()
-    assert target.read_blocks(ids(6, 2)) == source.read_blocks(ids(1, 4))
-
-
-def test_copy_block_when_copied_leaves_source_and_others_alone() -> None:
-    store = make_store()
+@pytest.mark.parametrize("parts_per_layer", [1, 2])
+def test_copy_block_when_copied_leaves_source_and_others_alone(parts_per_layer: int) -> None:
+    store = make_store(parts_per_layer=parts_per_layer)
     before = [bytes(store.read_blocks(ids(i))) for i in range(5)]
     store.copy_block(BlockId(2), BlockId(4))
     assert [bytes(store.read_blocks(ids(i))) for i in range(5)] == [*before[:4], before[2]]
 
 
-def test_clear_blocks_when_page_holds_nan_zeroes_that_page_only() -> None:
-    store = make_store()
-    store.layers[1][1][3].fill_(float("nan"))
+@pytest.mark.parametrize("parts_per_layer", [1, 2])
+def test_clear_blocks_when_page_holds_nan_zeroes_that_page_only(parts_per_layer: int) -> None:
+    store = make_store(parts_per_layer=parts_per_layer)
+    store.layers[1][-1][3].fill_(float("nan"))
     before = bytes(store.read_blocks(ids(0, 1, 2, 4)))
     store.clear_blocks(ids(3))
     assert not any(store.read_blocks(ids(3)))
     assert bytes(store.read_blocks(ids(0, 1, 2, 4))) == before
+
+
+def test_documents_give_the_bytes_of_a_token_that_pages_have() -> None:
+    serving = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `random:(\S+)` \|.*\| ([\d,]+) \| ([\d,]+) \|$", serving, re.MULTILINE)
+    assert len(rows) == 4
+    for name, *stated in rows:
+        config = parse_config(CONFIGS[name])
+        windowed = windowed_layers(config, config.max_position_embeddings)
+        shape = kv_shape(config, block_size=16, dtype=torch.bfloat16, fingerprint="test", windowed=windowed)
+        found = shape.bytes_per_token, shape.block_bytes // shape.block_size
+        assert [f"{num_bytes:,}" for num_bytes in found] == stated, name
 
 
 def test_num_blocks_for_budget_when_budget_is_between_pages_rounds_down() -> None:
@@ -94,8 +88,8 @@ _PEER = """
     import engine.loading  # as a worker does
     assert "transformers" not in sys.modules, "its import takes seconds, at every start"
     from engine.kv_store import KvShape
-    from engine.kv_cache import TorchKvStore
-    from engine.shared_memory import map_peer_region
+    from engine.pages.kv_cache import TorchKvStore
+    from engine.device.shared_memory import map_peer_region
     pid, fd, size_bytes, nonce = sys.argv[1:]
     shape = KvShape(num_layers=3, num_kv_heads=2, head_dim=6, block_size=4, dtype="bfloat16", row_bytes=12,
                     fingerprint="test")
@@ -115,6 +109,18 @@ def test_process_of_a_worker_maps_a_peer_without_warnings_or_transformers() -> N
     done = subprocess.run(command, capture_output=True, timeout=240, check=False)
     assert done.stderr.decode() == ""
     assert np.frombuffer(done.stdout, np.uint8).tobytes() == bytes(store.read_blocks(ids(4, 0, 2)))
+
+
+@pytest.mark.parametrize("parts_per_layer", [1, 2])
+def test_blocks_read_by_a_peer_fill_its_own_pages(parts_per_layer: int) -> None:
+    source, target = (make_store(num_blocks=num, parts_per_layer=parts_per_layer) for num in (5, 7))
+    region = source.shared_region
+    assert region is not None
+    mapped = map_peer_region(pid=os.getpid(), fd=region.fd, size_bytes=region.size_bytes, nonce=region.nonce)
+    target.write_blocks(ids(6, 1), target.map_peer(memoryview(mapped), 5).read_blocks([4, 0]))
+    for ours, theirs in zip(target.layers, source.layers, strict=True):
+        for page, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(page[[6, 1]], expected[[4, 0]])
 
 
 def test_peer_sees_what_is_written_and_only_with_the_right_nonce_and_size() -> None:
@@ -158,15 +164,3 @@ def test_region_keeps_its_size_so_that_no_peer_can_kill_its_readers() -> None:
     for size_bytes in (0, 1 << 20):
         with pytest.raises(PermissionError):
             os.ftruncate(region.fd, size_bytes)
-
-
-def test_peer_that_names_a_pipe_or_memory_that_could_shrink_is_refused_at_once() -> None:
-    reading, writing = os.pipe()
-    os.close(writing)
-    unsealed = os.memfd_create("x", os.MFD_CLOEXEC)
-    os.ftruncate(unsealed, 64)
-    empty = os.memfd_create("x", os.MFD_CLOEXEC)
-    for fd, size_bytes in ((reading, 0), (unsealed, 64), (empty, 0)):
-        with pytest.raises(OSError):
-            map_peer_region(pid=os.getpid(), fd=fd, size_bytes=size_bytes, nonce=bytes(NONCE_BYTES))
-        os.close(fd)

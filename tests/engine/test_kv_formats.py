@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.ids import BlockId
-from engine.kv_cache import TorchKvStore
-from engine.kv_format import KvDtype, kv_format
 from engine.kv_store import KvShape
-from engine.model.config import UnsupportedModel
-from engine.model.quantize import FP8
 from engine.options import EngineOptions, ModelDescription
+from engine.pages.kv_cache import TorchKvStore
+from engine.pages.kv_format import KvDtype, kv_format
+from engine.weights.config import UnsupportedModel
+from engine.weights.quantize import FP8
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import make_model, make_prompt
 
@@ -109,8 +109,10 @@ def test_answer_continues_on_the_pages_of_another_engine(model_dir: Path, kv_dty
     driver.generate([moved], num_tokens=1)  # takes pages, whose content is then replaced
     assert isinstance(decode.kv, TorchKvStore)
     decode.kv.clear_blocks(list(map(BlockId, moved.block_table)))
-    blocks = list(map(BlockId, local.block_table))[: len(moved.block_table)]
-    decode.kv.write_blocks(list(map(BlockId, moved.block_table)), prefill.kv.read_blocks(blocks))
+    for first in (0, decode.kv.num_blocks):  # blocks, then their window pages
+        targets = [BlockId(first + i) for i in moved.block_table]
+        sources = [BlockId(first + i) for i in local.block_table[: len(targets)]]
+        decode.kv.write_blocks(targets, prefill.kv.read_blocks(sources))
     [found] = driver.generate([moved], num_tokens=12)
     assert found == expected
 

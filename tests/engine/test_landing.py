@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from common.errors import Refused
 from engine.core import EngineCore
 from engine.events import Started
-from engine.group import Group
+from engine.steps.group import Group
 from tests.builders import (
     BLOCK_SIZE,
     Collector,

@@ -12,12 +12,12 @@ import torch
 import transformers
 
 from common.model_files import default_model_dir, is_checkpoint
-from engine.floors import RateMeter
-from engine.memory import HostMemory, MemoryShare, NoRoomForPages
-from engine.model.config import UnsupportedModel
+from engine.device.memory import HostMemory, MemoryShare, NoRoomForPages
+from engine.model.floors import RateMeter
 from engine.ops.select import load_cpu_kernels
 from engine.options import eos_token_ids
 from engine.runner import ModelExecutor
+from engine.weights.config import UnsupportedModel
 from tests.engine.driver import GREEDY, Driver, load, make_sequence
 from tests.engine.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, reference_tokens
 

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cuda.columns import PackedColumns
-from engine.logits import LogitEdits, SamplingRow
-from engine.sampler import Sampler
+from engine.device.columns import PackedColumns
+from engine.sampling.logits import LogitEdits, SamplingRow
+from engine.sampling.sampler import Sampler
 from engine.sequence import OutputTokens
 from engine.sequence import Sequence as EngineSequence
 from tests.engine.driver import make_sequence
-from tests.engine.sampling_reference import shaped_logits
 from tests.engine.sampling_rows import EOS, make_logits, make_row, sample_ids
 
 
@@ -71,23 +70,6 @@ def test_samples_of_one_request_share_the_packing_of_logit_bias_and_stop_tokens(
         assert shaped == expected.tolist()
 
 
-def test_penalties_count_output_tokens_and_only_repetition_sees_the_prompt() -> None:
-    logits = np.array([[4.0, -4.0, 4.0, 4.0]], dtype=np.float32)
-    row = make_row(
-        prompt=(0, 1, 1),
-        output=(2, 2, 2),
-        repetition_penalty=2.0,
-        presence_penalty=0.5,
-        frequency_penalty=0.25,
-    )
-    expected = [2.0, -8.0, 2.0 - 0.5 - 3 * 0.25, 4.0]
-    assert shaped_logits(logits[0], row, EOS).tolist() == expected
-    rows = [dataclasses.replace(row, token_index=i) for i in range(4000)]
-    counts = np.bincount(sample_ids(np.repeat(logits, 4000, axis=0), rows), minlength=4)
-    probabilities = np.exp(expected) / np.exp(expected).sum()
-    assert np.abs(counts / 4000 - probabilities).max() < 0.02
-
-
 def generated(prompt: list[int], output: list[int]) -> EngineSequence:
     sequence = make_sequence(prompt)
     for token_id in output:
@@ -138,16 +120,3 @@ def test_penalties_in_later_steps_bring_only_new_tokens_to_the_device() -> None:
     assert num_words[0] > 8000
     assert num_words[1:] == [num_words[1]] * 2
     assert num_words[1] < 30
-
-
-def test_output_tokens_are_a_view_of_what_a_sequence_has_generated() -> None:
-    sequence = generated([1, 2, 3], [4, 5, 6, 7])
-    tokens = OutputTokens(sequence)
-    assert list(tokens) == list(tokens[:]) == [4, 5, 6, 7]
-    assert (tokens[0], tokens[-1]) == (4, 7)
-    parts = [list(part) for part in (tokens[2:], tokens[1:3], tokens[-2:], tokens[5:])]
-    assert parts == [[6, 7], [5, 6], [6, 7], []]
-    sequence.append_token(8)
-    assert (len(tokens), tokens[-1]) == (5, 8)
-    with pytest.raises(IndexError):
-        tokens[5]

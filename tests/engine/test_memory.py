@@ -5,9 +5,9 @@ import mmap
 import pytest
 import torch
 
-from engine.cuda.device import MeasuredMemory, device_for
 from engine.cuda.loading import StepBounds, kv_bytes_left
-from engine.memory import (
+from engine.device.devices import MeasuredMemory, device_for
+from engine.device.memory import (
     DeviceMemory,
     HostMemory,
     MemoryShare,
@@ -52,27 +52,6 @@ def make_device(*, total_gib: int = 80, free_gib: int = 60, process_gib: int = 1
 )
 def test_host_kv_bytes_are_half_of_its_part(memory: HostMemory, share: MemoryShare, expected_gib: float) -> None:
     assert host_kv_bytes(memory, share) == expected_gib * GIB
-
-
-def test_host_when_a_worker_restarts_beside_full_peers_finds_the_same_pages() -> None:
-    share = MemoryShare(host_bytes=6 * GIB)
-
-    at_first = host_kv_bytes(make_host(available_gib=11), share)
-    after_a_restart = host_kv_bytes(make_host(available_gib=11 - 2.5), share)
-
-    assert at_first == after_a_restart == 2.5 * GIB
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
-def test_host_when_all_workers_fill_their_pages_the_sum_stays_below_what_was_there(num_workers: int) -> None:
-    total, weights = 24 * GIB, 1 * GIB
-    used = 0
-    for _ in range(num_workers):
-        used += weights
-        memory = HostMemory(available_bytes=total - used, process_bytes=weights)
-        used += host_kv_bytes(memory, MemoryShare(host_bytes=total // num_workers))
-
-    assert used <= total
 
 
 def test_host_when_the_process_outgrew_its_part_says_so() -> None:

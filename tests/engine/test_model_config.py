@@ -6,10 +6,23 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.config import RopeType, UnsupportedModel, parse_config, read_json
-from engine.model.precision import cpu_has_bfloat16, dtype_name, resolve_device, resolve_dtype
+from engine.weights.config import UnsupportedModel, parse_config, read_json
+from engine.weights.experts import ClampedGate
+from engine.weights.precision import cpu_has_bfloat16, dtype_name, resolve_device, resolve_dtype
+from engine.weights.rope_config import RopeType
 
 CPU = torch.device("cpu")
+
+
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 
 def make_raw(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
@@ -39,6 +52,7 @@ def make_raw(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[s
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "4 query heads do not divide among 3"),
         ({"head_dim": 15}, "head_dim: 15 is odd"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     ],
@@ -46,6 +60,68 @@ def make_raw(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[s
 def test_parse_config_when_something_is_unsupported_names_it(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         parse_config(make_raw(**overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_experts": None}, "num_experts is None"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than the 8 experts"),
+        ({"moe_intermediate_size": 1 << 30}, "moe_intermediate_size: 1073741824 is not supported"),
+    ],
+)
+def test_parse_config_when_experts_make_no_sense_names_the_key(overrides: dict[str, Any], message: str) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_config(make_raw("Qwen3MoeForCausalLM", **experts | overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"topk_method": "random"}, "topk_method: 'random' is not supported; supported are greedy"),
+        ({"scoring_func": "relu"}, "scoring_func: 'relu' is not supported"),
+        ({"n_group": 3}, "n_group: 3 and topk_group: 1 do not fit 8 experts"),
+        ({"n_group": 2, "topk_group": 3}, "n_group: 2 and topk_group: 3"),
+        ({"n_group": 8}, "n_group: 8 and topk_group: 1"),
+        ({"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok: 3 is more than the 2 experts"),
+        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim: 5 is odd"),
+        ({"routed_scaling_factor": "two"}, "routed_scaling_factor: 'two' is not a number"),
+        ({"n_shared_experts": 1 << 20}, "n_shared_experts: 33554432 inputs of one expert are not supported"),
+        *(({key: "2"}, f"{key} is '2'") for key in ("n_group", "first_k_dense_replace", "moe_layer_freq")),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is None"),
+    ],
+)
+def test_parse_config_when_deepseek_makes_no_sense_names_the_key(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_config(make_raw("DeepseekV3ForCausalLM", **DEEPSEEK) | overrides)
+
+
+def test_parse_config_when_deepseek_has_mlps_first_and_between_names_their_layers() -> None:
+    raw = make_raw("DeepseekV2ForCausalLM", **DEEPSEEK, first_k_dense_replace=1, moe_layer_freq=2)
+    experts = parse_config(raw).experts
+    assert experts is not None
+    assert experts.dense_layers == (0, 1, 3)
+
+
+def test_parse_config_when_mixtral_leaves_keys_out_uses_its_defaults() -> None:
+    config = parse_config(make_raw("MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=2))
+    assert (config.rms_norm_eps, config.rope.theta, config.windows) == (1e-5, 1_000_000.0, (None,) * 4)
+    assert config.experts is not None
+    assert (config.experts.intermediate_size, config.experts.has_normalised_weights) == (96, True)
+
+
+def test_parse_config_when_gpt_oss_leaves_keys_out_uses_its_defaults() -> None:
+    config = parse_config(make_raw("GptOssForCausalLM", num_local_experts=8, num_experts_per_tok=2))
+    assert (config.rms_norm_eps, config.rope.theta, config.head_dim) == (1e-5, 150_000.0, 64)
+    assert (config.has_qkv_bias, config.has_output_bias, config.has_sinks) == (True, True, True)
+    assert config.windows == (128, None, 128, None)
+    assert config.experts is not None
+    assert config.experts.clamped_gate == ClampedGate(steepness=1.702, limit=7.0)
+    named = make_raw("GptOssForCausalLM", num_local_experts=8, num_experts_per_tok=2, sliding_window=5)
+    named["layer_types"] = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert parse_config(named).windows == (None, None, 5, None)
 
 
 def test_parse_config_when_a_layer_type_is_unknown_names_it() -> None:
@@ -85,6 +161,58 @@ def test_parse_config_when_qwen_has_a_window_applies_it_to_the_named_layers(
     overrides: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     assert parse_config(make_raw("Qwen2ForCausalLM", **overrides)).windows == windows
+
+
+def test_parse_config_when_qwen2_moe_has_a_window_applies_it_to_every_other_layer() -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    raw = make_raw("Qwen2MoeForCausalLM", **experts, shared_expert_intermediate_size=64, num_hidden_layers=6)
+    windowed = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 4}
+    assert parse_config(raw).windows == (None,) * 6
+    assert parse_config(raw | windowed).windows == (7, None, 7, None, None, None)
+
+
+@pytest.mark.parametrize("key", ["query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"])
+def test_parse_config_when_a_key_of_gemma_is_no_positive_number_names_it(key: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{key} is 0"):
+        parse_config(make_raw("Gemma3ForCausalLM", **{key: 0}))
+
+
+GEMMA_3_4B = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 168,
+    "sliding_window": 1024,
+}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 7e3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window_pattern": 6,
+        },
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+            },
+            "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+        },
+    ],
+)
+def test_parse_config_when_gemma_is_spelled_old_or_new_reads_the_same(spelling: dict[str, Any]) -> None:
+    config = parse_config(make_raw("Gemma3ForCausalLM", **GEMMA_3_4B, **spelling))
+    assert config.windows == (*(1024,) * 5, None, 1024)
+    full, windowed = config.rope_of(5), config.rope_of(6)
+    assert (full.rope_type, full.theta, full.factor) == (RopeType.LINEAR, 5e5, 8.0)
+    assert (windowed.rope_type, windowed.theta) == (RopeType.DEFAULT, 7e3)
+    assert config.max_position_embeddings == 512, "stretched already"
+    assert config.score_scale == 168**-0.5
+    assert config.has_tied_embeddings
+    assert config.head_dim == 256
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
 from engine.model.loader import content_digest, kv_fingerprint, load_weights, weight_files
-from engine.model.weights import DecoderWeights, checkpoint_views, plain
+from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
+from engine.weights.decoder_weights import DecoderWeights, plain
+from engine.weights.layout import checkpoint_views
 from tests.engine.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -51,22 +52,6 @@ def test_load_weights_when_sharded_equals_single_file(single: Path, tmp_path: Pa
     assert all(torch.equal(sharded[name], whole[name]) for name in whole)
 
 
-def test_load_weights_when_fused_keeps_every_row(single: Path) -> None:
-    tensors = load_file(single / "model.safetensors")
-    layer = read_weights(single).layers[1]
-    prefix = "model.layers.1"
-    qkv = [tensors[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(plain(layer.qkv).weight, torch.cat(qkv))
-    gate_up = [tensors[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(plain(layer.gate_up).weight, torch.cat(gate_up))
-
-
-def test_load_weights_when_dtype_differs_converts(single: Path) -> None:
-    half, exact = read_weights(single, torch.bfloat16), read_weights(single)
-    assert half.embedding.dtype is torch.bfloat16
-    assert torch.equal(half.embedding, exact.embedding.to(torch.bfloat16))
-
-
 def test_load_weights_when_embeddings_are_tied_shares_them(checkpoint: Callable[[str], Path]) -> None:
     weights = read_weights(checkpoint("llama-tied"))
     assert plain(weights.head).weight is weights.embedding
@@ -95,6 +80,16 @@ def test_load_weights_when_a_tensor_does_not_fit_names_it(
 def test_load_weights_when_old_export_carries_frequencies_ignores_them(single: Path, tmp_path: Path) -> None:
     rewrite(single, tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8))
     assert torch.equal(read_weights(tmp_path).embedding, read_weights(single).embedding)
+
+
+def test_load_weights_ignores_the_draft_layers_that_config_json_names(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    rewrite(checkpoint("deepseek_v3"), tmp_path, model__layers__2__eh_proj__weight=torch.zeros(8))
+    read_weights(tmp_path)
+    rewrite(checkpoint("deepseek_v3"), tmp_path, model__layers__3__eh_proj__weight=torch.zeros(8))
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.3\.eh_proj\.weight has no place"):
+        read_weights(tmp_path)
 
 
 def test_load_weights_when_file_is_cut_short_says_which(single: Path, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.config import ServingConfig
-from engine.model.config import UnsupportedModel
 from engine.model.eagle_checkpoint import DraftedModel, mtp_bytes, read_mtp
 from engine.runner import KeptStates, ModelExecutor
 from engine.speculation.eagle import EagleDrafter
+from engine.weights.config import UnsupportedModel
 from tests.engine.draft_layers import (
     CONFIG,
     MIMO,

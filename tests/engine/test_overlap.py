@@ -5,18 +5,16 @@ from typing import Any
 import pytest
 
 from common.errors import EngineFault
-from common.wire_names import FinishReason
 from engine.events import Started, Tokens
 from tests.builders import (
     assert_empty,
     expected_tokens,
-    make_core,
     make_request,
     run_until_idle,
     served,
     submit,
 )
-from tests.engine.overlap import ending_request, spied, step, step_until_flight_knows
+from tests.engine.overlap import spied, step
 
 
 def test_step_with_two_in_flight_launches_the_next_before_the_last_results() -> None:
@@ -42,20 +40,6 @@ def test_plan_when_context_ends_launches_nothing_behind_the_last_token() -> None
     assert (len(spy.batches), len(collector.outputs)) == (4, 4)
 
 
-def test_input_rows_name_the_sample_of_the_step_before_in_a_batch_that_changes() -> None:
-    core, spy = spied(max_step_tokens=16)
-    requests = [make_request([i] * (3 + 9 * i), max_tokens=4 + i, ignore_eos=True) for i in range(5)]
-    collectors = [submit(core, request)[1] for request in requests]
-    run_until_idle(core)
-    for before, batch in zip(spy.batches, spy.batches[1:], strict=False):
-        sampled = [item.sequence for item in before if item.num_samples]
-        for item in batch:
-            if item.input_row is not None:
-                assert sampled[item.input_row] is item.sequence
-    assert any(item.input_row not in (None, 0) for batch in spy.batches for item in batch)
-    assert [c.token_ids() for c in collectors] == [expected_tokens(request) for request in requests]
-
-
 def test_sequence_with_penalties_waits_for_its_tokens_while_others_go_on() -> None:
     core, spy = spied()
     free = make_request([1, 2], max_tokens=8, ignore_eos=True)
@@ -70,50 +54,6 @@ def test_sequence_with_penalties_waits_for_its_tokens_while_others_go_on() -> No
     assert rows[free_group.leader].count(None) == 1
     assert free_out.token_ids() == expected_tokens(free)
     assert waiting_out.token_ids() == expected_tokens(penalised)
-
-
-def test_prompt_with_n_samples_forks_when_its_tokens_are_known() -> None:
-    core, spy = spied()
-    request = make_request([1, 2, 3, 4, 5], n=3, temperature=1.0, seed=4, max_tokens=6, ignore_eos=True)
-    collector = served(core, request)
-    assert [[item.input_row for item in batch] for batch in spy.batches[:3]] == [[None], [None] * 3, [0, 1, 2]]
-    for sample in range(3):
-        assert collector.token_ids(sample) == expected_tokens(request, sample=sample)
-    assert_empty(core)
-
-
-def test_token_behind_the_end_is_computed_and_dropped() -> None:
-    core, spy = spied()
-    request, expected = ending_request()
-    group, collector = submit(core, request)
-    step_until_flight_knows(core, collector, len(expected))
-    assert group.is_over
-    assert core.load().num_used_blocks > 0, "a step in flight writes behind the end"
-    run_until_idle(core)
-    assert len(spy.batches) == len(expected) + 1
-    assert collector.token_ids() == expected
-    assert collector.outputs[-1].finish_reason is FinishReason.STOP
-    assert_empty(core)
-
-
-@pytest.mark.parametrize("num_steps", range(9))
-@pytest.mark.parametrize("sample", [0, 1, 2])
-def test_sample_ended_from_outside_after_any_step_leaves_the_others_alone(num_steps: int, sample: int) -> None:
-    core = make_core(max_step_tokens=16)
-    request = make_request(range(22), n=3, temperature=1.0, seed=9, max_tokens=7, ignore_eos=True)
-    group, collector = submit(core, request)
-    for _ in range(num_steps):
-        step(core)
-    core.finish_sample(group, sample)
-    told = len([o for o in collector.outputs if o.sample_index == sample])
-    forked = len(group.sequences) == 3
-    run_until_idle(core)
-    assert_empty(core)
-    if not forked:
-        return  # ending the leader of a prompt that has not forked ends the request; other samples do not exist yet
-    for other in range(3):
-        expected = expected_tokens(request, sample=other)
-        assert collector.token_ids(other) == (expected[:told] if other == sample else expected)
 
 
 @pytest.mark.parametrize("failing", [{2}, {2, 3}])

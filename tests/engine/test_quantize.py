@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kv_format import check_kv_format, kv_format
-from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
-from engine.model.grouped import GroupedLinear
 from engine.model.loader import kv_fingerprint, load_weights, weight_files
-from engine.model.quantize import (
+from engine.pages.kv_format import check_kv_format, kv_format
+from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
+from engine.weights.decoder_weights import HEAD_FIELD, DecoderWeights, GatedMlp, Linear, Projection, plain
+from engine.weights.grouped import GroupedLinear
+from engine.weights.quantize import (
     FP8_MAX,
     Fp8Linear,
     QuantizationMethod,
@@ -29,7 +30,6 @@ from engine.model.quantize import (
     round_to_fp8,
     widen_weights,
 )
-from engine.model.weights import HEAD_FIELD, DecoderWeights, Linear, Projection, plain
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -185,7 +185,9 @@ def test_check_quantization_on_a_gpu_names_what_it_refuses(
 def test_weights_that_are_no_numbers_are_refused_by_name(checkpoint: Callable[[str], Path]) -> None:
     # A code stands for NaN nowhere: it would be served as 0.
     weights, config = load(checkpoint("qwen2"))
-    plain(weights.layers[1].gate_up).weight[-1, 0] = float("inf")
+    mlp = weights.layers[1].mlp
+    assert isinstance(mlp, GatedMlp)
+    plain(mlp.gate_up).weight[-1, 0] = float("inf")
     with pytest.raises(UnsupportedModel, match=r"cannot quantize model\.layers\.1\.mlp\.up_proj\.weight: it holds NaN"):
         quantize_weights(weights, config, "int8")
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.quantize import FP8, FP8_MAX, Fp8Linear, Int8Linear, quantize_rows_in_torch, round_to_fp8
-from engine.model.weights import Linear
+from engine.weights.decoder_weights import Linear
+from engine.weights.quantize import FP8, FP8_MAX, Fp8Linear, Int8Linear, quantize_rows_in_torch, round_to_fp8
 
 Kind = Callable[[Linear], Callable[[Tensor], Tensor]]
 

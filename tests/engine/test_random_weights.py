@@ -15,17 +15,24 @@ from common.fake_tokenizer import generated_tokenizer
 from common.model_files import ModelNotFound, resolve_model
 from common.random_models import CONFIGS, SEED_FILE, RandomModel
 from common.sampling import SamplingParams
-from engine.model.config import UnsupportedModel, parse_config
 from engine.model.loader import kv_fingerprint, load_weights, weight_files
-from engine.model.random_weights import fill_random, make_random_weights
-from engine.model.weights import allocate_weights, checkpoint_views
+from engine.weights.config import UnsupportedModel, is_native, parse_config
+from engine.weights.layout import allocate_weights, checkpoint_views
+from engine.weights.random_weights import fill_random, make_random_weights
 from tests.caches import empty_cache
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import reference_tokens
 from worker.inprocess import LocalEngine
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-PARAMETER_COUNTS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "llama-3.1-8b": 8_030_261_248}
+PARAMETER_COUNTS = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.1-8b": 8_030_261_248,
+    "deepseek-v2-lite": 15_706_484_224,
+    "gpt-oss-20b": 20_914_757_184,
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +62,27 @@ def peer_of(folder: Path, *, device: torch.device, **changes: Any) -> Any:
         return auto_model.from_config(transformers.AutoConfig.from_pretrained(folder, **changes), dtype=torch.float32)
 
 
+def by_checkpoint_names(model: Any) -> dict[str, torch.Tensor]:
+    """Return a model's parameters under their names in a checkpoint, which has each expert's matrices apart."""
+    named = {}
+    biases = ((name, each) for name, each in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    for name, parameter in (*model.named_parameters(), *biases):
+        path, _, field = name.rpartition(".experts.")
+        if not path:
+            named[name] = parameter.detach()
+            continue
+        for i, expert in enumerate(parameter.detach()):
+            modules = ("gate_proj", "up_proj") if field.startswith("gate_up_proj") else ("down_proj",)
+            if model.config.model_type == "gpt_oss":  # inputs by outputs, those of gate and up in turn
+                parts = [expert.movedim(-1, 0)[first :: len(modules)] for first in range(len(modules))]
+            else:
+                parts = list(expert.chunk(len(modules)))
+            kind = "bias" if field.endswith("_bias") else "weight"
+            pairs = zip(modules, parts, strict=True)
+            named |= {f"{path}.experts.{i}.{module}.{kind}": part for module, part in pairs}
+    return named
+
+
 def split_mix(key: int, position: int) -> int:
     """Return the published generator's output, by Python integers."""
     mask = (1 << 64) - 1
@@ -79,7 +107,7 @@ def test_config_gives_the_tensor_names_and_shapes_of_transformers(name: str) -> 
     few = {"num_hidden_layers": 2}
     config = parse_config({**CONFIGS[name], **few})
     ours = checkpoint_views(allocate_weights(config, dtype=torch.bfloat16, device=META), config)
-    theirs = dict(peer_of(folder_of(name), device=META, **few).named_parameters())
+    theirs = by_checkpoint_names(peer_of(folder_of(name), device=META, **few))
     assert {key: view.shape for key, view in ours.items()} == {key: tensor.shape for key, tensor in theirs.items()}
 
 
@@ -95,16 +123,6 @@ def test_fill_random_when_tensor_spans_chunks_follows_the_published_generator() 
         upper = split_mix(key, position) >> 40
         signed = upper - (1 << 24) if upper >= 1 << 23 else upper
         assert tensor.view(-1)[position].item() == pytest.approx((signed + 0.5) * bound / (1 << 23), rel=1e-6)
-
-
-def test_fill_random_has_the_requested_mean_and_spread() -> None:
-    first, second = torch.empty(1 << 18), torch.empty(1 << 18)
-    fill_random({"a.weight": first, "b.weight": second}, seed=0, std=0.02)
-    for tensor in (first, second):
-        assert abs(tensor.mean().item()) < 2e-4
-        assert tensor.std().item() == pytest.approx(0.02, rel=0.01)
-        assert tensor.abs().max().item() <= 0.02 * 3**0.5
-    assert abs(torch.corrcoef(torch.stack((first, second)))[0, 1].item()) < 0.01
 
 
 def test_fill_random_when_tensor_is_a_norm_or_a_bias_makes_it_neutral() -> None:
@@ -125,28 +143,25 @@ def test_make_random_weights_when_dtypes_differ_rounds_the_same_numbers() -> Non
     assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
 
 
-def test_make_random_weights_when_seeds_differ_gives_other_weights() -> None:
-    config = parse_config(CONFIGS["tiny"])
-    first, second = (
-        make_random_weights(RandomModel(name="tiny", seed=seed), config, dtype=torch.float32, device=CPU)
-        for seed in (0, 1)
-    )
-    assert not torch.equal(first.embedding, second.embedding)
-
-
 # ── a checkpoint like any other ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-llama"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-llama", "tiny-moe", "tiny-deepseek"])
 def test_executor_when_weights_are_random_answers_as_transformers_filled_with_them(name: str) -> None:
     folder = folder_of(name)
     peer = peer_of(folder, device=CPU).eval()
-    fill_random(dict(peer.named_parameters()), seed=0, std=CONFIGS[name]["initializer_range"])
+    fill_random(by_checkpoint_names(peer), seed=0, std=CONFIGS[name]["initializer_range"])
     executor = load(folder, model_name=name, num_blocks=64)
     prompt = list(range(3, 300, 7))
     [answer] = Driver(executor).generate([make_sequence(prompt)], num_tokens=24, chunk_size=11)
     assert answer == reference_tokens(peer, prompt, 24, guess=answer)
     assert executor.eos_token_ids == {511}
+
+
+def test_random_mixture_on_a_gpu_is_refused_with_the_device_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.options.is_native", lambda raw, _device_type: is_native(raw, "cuda"))
+    with pytest.raises(UnsupportedModel, match=r"random weights of .*; use model\.device: cpu"):
+        load(folder_of("tiny-moe"))
 
 
 def test_local_engine_when_model_is_random_generates_text() -> None:
@@ -184,12 +199,6 @@ def test_load_weights_when_seed_file_is_of_another_version_says_so() -> None:
 def test_resolve_model_when_random_model_is_unknown_says_what_there_is(model_id: str) -> None:
     with pytest.raises(ModelNotFound, match=r"no random model|not a number"):
         resolve_model(model_id, local_files_only=True)
-
-
-def test_resolve_model_when_random_folder_exists_leaves_it_as_it_is(own_cache: Path) -> None:
-    stamp = (folder_of("tiny") / SEED_FILE).stat().st_mtime_ns
-    assert (folder_of("tiny") / SEED_FILE).stat().st_mtime_ns == stamp
-    assert list((own_cache / "models").iterdir()) == [folder_of("tiny")]
 
 
 # ── tokenizer ───────────────────────────────────────────────────────────────────────────────────────────────────────

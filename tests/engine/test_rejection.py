@@ -14,33 +14,22 @@ from scipy import stats
 from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from engine.executor import ScheduledSequence
-from engine.logits import SamplingRow
 from engine.request import EngineRequest
-from engine.sampler import Sampler, sampling_rows
+from engine.sampling.logits import SamplingRow
+from engine.sampling.sampler import Sampler, sampling_rows
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculator import Rule, Speculator
+from engine.steps.speculator import Rule, Speculator
 from tests.builders import make_request
 from tests.engine.driver import make_sequence
 from tests.engine.sampling_reference import distribution
+from tests.engine.sampling_rows import make_row
 
 NUM_SEEDS = 2000
 UNLIKELY = 1e-3
 """Level of the tests. Seeds are fixed: a test that passes always does."""
 SAMPLER = Sampler(vocab_size=6, eos_token_ids=frozenset({5}))
 LOGITS = np.array([0.3, 1.4, -0.7, 0.9, 0.0, -1.5], dtype=np.float32)
-
-
-def make_row(seed: int, token_index: int, *, tested: int, **params: Any) -> SamplingRow:
-    sampling = SamplingParams(seed=seed, **{"temperature": 1.0} | params)
-    return SamplingRow(
-        params=sampling,
-        sample_index=0,
-        token_index=token_index,
-        prompt_token_ids=(),
-        output_token_ids=(),
-        tested=tested,
-    )
 
 
 def assert_distributed(counts: Counter[Any], expected: dict[Any, float]) -> None:
@@ -55,9 +44,9 @@ def assert_distributed(counts: Counter[Any], expected: dict[Any, float]) -> None
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}])
 def test_token_behind_any_draft_has_the_distribution_of_one_without(params: dict[str, Any]) -> None:
     logits = torch.from_numpy(LOGITS).expand(NUM_SEEDS, -1)
-    expected = dict(enumerate(distribution(LOGITS, make_row(0, 0, tested=-1, **params), frozenset()).tolist()))
+    expected = dict(enumerate(distribution(LOGITS, make_row(prompt=(), **params), frozenset()).tolist()))
     for tested in range(len(LOGITS)):
-        rows = [make_row(seed, tested, tested=tested, **params) for seed in range(NUM_SEEDS)]
+        rows = [make_row(seed=seed, token_index=tested, tested=tested, **params) for seed in range(NUM_SEEDS)]
         assert_distributed(Counter(each.token_id for each in SAMPLER.sample(logits, rows)), expected)
 
 
@@ -74,7 +63,7 @@ def test_answers_by_drafts_that_know_nothing_are_distributed_as_those_of_the_mod
         for seed in unfinished:
             last, place = answers[seed][-1], len(answers[seed])
             draft = drafts[seed] = [(last + place) % vocab, (seed + place) % vocab]
-            rows += [make_row(seed, place + i, tested=token) for i, token in enumerate([*draft, -1])]
+            rows += [make_row(seed=seed, token_index=place + i, tested=token) for i, token in enumerate([*draft, -1])]
             before += [last, *draft]
         sampled = [each.token_id for each in sampler.sample(torch.from_numpy(chain[before]), rows)]
         for i, seed in enumerate(unfinished):

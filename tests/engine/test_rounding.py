@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.grouped import GroupedWeight
-from engine.model.rounding import round_to_affine_grid, round_to_grid
-from tests.engine.test_grouped import make_weight
+from engine.weights.grouped import GroupedWeight
+from engine.weights.rounding import round_to_affine_grid, round_to_grid
+from tests.engine.checkpoints.packers import make_weight
 
 Rounding = Callable[[Tensor], GroupedWeight]
 GRIDS: dict[str, Rounding] = {

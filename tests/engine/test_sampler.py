@@ -1,4 +1,4 @@
-"""engine.sampler against a straightforward reference, and its guarantees for batches, ties and edge cases."""
+"""engine.sampling.sampler against a straightforward reference, and its guarantees for batches, ties and edge cases."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ import torch
 from scipy import stats
 
 from common.errors import EngineFault
-from engine.cuda.device import HostDevice
-from engine.draw import waiting_times
-from engine.logits import position_logprobs
-from engine.sampler import Nucleus, Sampler
+from engine.device.devices import HostDevice
+from engine.sampling.draw import waiting_times
+from engine.sampling.logits import position_logprobs
+from engine.sampling.sampler import Nucleus, Sampler
 from tests.engine.sampling_reference import choice, distribution, waiting_time
 from tests.engine.sampling_rows import EOS, make_logits, make_row, sample_ids
 
@@ -92,16 +92,6 @@ def test_sample_never_changes_the_logits_it_is_given(dtype: torch.dtype) -> None
     assert torch.equal(logits, before)
 
 
-def test_sample_of_no_rows_returns_nothing() -> None:
-    assert Sampler(vocab_size=8, eos_token_ids=EOS).sample(torch.empty(0, 8), []) == []
-
-
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.0, "logit_bias": ((0, 0.0),)}], ids=str)
-def test_greedy_when_logits_tie_takes_the_smallest_token_id(params: dict[str, Any]) -> None:
-    logits = np.array([[0.0, 3.0, 1.0, 3.0, 3.0]], dtype=np.float32)
-    assert sample_ids(logits, [make_row(prompt=(), **params)]) == [1]
-
-
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.3}], ids=str)
 def test_filters_when_logits_tie_keep_the_smallest_token_ids(params: dict[str, Any]) -> None:
     logits = np.zeros((200, 10), dtype=np.float32)
@@ -122,7 +112,7 @@ def test_sample_when_tokens_are_impossible_never_chooses_them(params: dict[str, 
 @pytest.mark.parametrize("time", [-np.log(1 - 2**-53), -np.log(2**-53)])
 def test_sample_at_the_ends_of_the_noise_chooses_a_possible_token(monkeypatch: pytest.MonkeyPatch, time: float) -> None:
     monkeypatch.setattr(
-        "engine.draw.waiting_times", lambda keys, ids: torch.full((len(keys), ids.shape[-1]), time).double()
+        "engine.sampling.draw.waiting_times", lambda keys, ids: torch.full((len(keys), ids.shape[-1]), time).double()
     )
     logits = make_logits(50, 200)
     logits[:, :3] = logits[:, -3:] = -np.inf

@@ -13,12 +13,11 @@ from common.structured_outputs import structure_text
 from common.tokens import TokenArray, as_tokens
 from engine.core import EngineCore
 from engine.events import DraftCounts, Tokens
-from engine.executor import ScheduledSequence, StepResult
 from engine.request import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.drafter import Draft
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculator import Speculator
+from engine.steps.speculator import Speculator
 from tests.builders import (
     BLOCK_SIZE,
     assert_empty,
@@ -189,10 +188,11 @@ def test_nothing_is_drafted_before_steps_are_measured_or_without_verification() 
 # ── trees ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Planted:
-    """A `Drafter` of a wrong token behind each right one of an answer, and of right ones in its place: a branch."""
+class Planted(GuessingDrafter):
+    """Drafts a wrong token behind each right one of an answer, and right ones in its place: a branch."""
 
     def __init__(self, answer: Sequence[int], *, depth: int) -> None:
+        super().__init__(lambda _sequence: answer, rate=1.0)
         self._answer = answer
         self._depth = depth
 
@@ -208,15 +208,6 @@ class Planted:
         wrong = right[:]
         wrong[self._depth] ^= 1
         return [wrong, right]
-
-    def costs_s(self, num_sequences: int, num_tokens: int) -> None:
-        pass
-
-    def observe(self, item: ScheduledSequence, result: StepResult) -> None:
-        pass
-
-    def forget(self, sequence: EngineSequence) -> None:
-        pass
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])

@@ -6,7 +6,7 @@ from common.timing import StepShape
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.costs import MAX_AGE, StepCosts
 from engine.speculation.outcomes import Expected, Outcomes
-from engine.speculation.speculator import choose_rows
+from engine.steps.speculator import choose_rows
 from tests.builders import make_core, make_request
 from tests.engine.drafting import GuessingDrafter, a_sequence, eager, outputs_of
 

@@ -11,7 +11,7 @@ import pytest
 from common.timing import StepModel, StepShape, TimingModel
 from engine.core import EngineCore
 from engine.sequence import Sequence
-from engine.step_budget import MAX_CHUNKS, MAX_FIXED_SHARE, SPARED_SHARE, STEP_SHARE, StepBudget
+from engine.steps.budget import MAX_CHUNKS, MAX_FIXED_SHARE, SPARED_SHARE, STEP_SHARE, StepBudget
 from tests.builders import make_core, make_request, submit
 from tests.clock import ManualClock
 

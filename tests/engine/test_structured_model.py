@@ -12,13 +12,12 @@ import tokenizers
 
 from common.config import ServingConfig, parse_config
 from common.errors import InvalidRequest
-from common.model_files import default_model_dir
 from common.sampling import SamplingParams
 from common.structured_outputs import structure_text
-from engine.grammar import Grammars
+from engine.text.grammar import Grammars
 from tests.builders import FAKE_GRAMMARS
 from tests.engine.schemas import random_schema, suite
-from tests.short_model import write_short_model
+from tests.short_model import cut_tokenizer, write_short_model
 from worker.inprocess import LocalEngine, SampleText
 
 pytestmark = pytest.mark.model
@@ -45,19 +44,22 @@ SCHEMAS: list[dict[str, Any]] = [
     {"oneOf": [{"type": "null"}, {"type": "string", "format": "date"}]},
 ]
 MAX_TOKENS = 60
+VOCAB_SIZE = 2048
 NUM_RANDOM = int(os.environ.get("KVRELAY_SCHEMAS", "8"))
 """Further schemas, drawn by chance; a night's run has 500, and all of JSON-Schema-Test-Suite."""
 
 
 @pytest.fixture(name="prompt", scope="module")
-def _prompt() -> list[int]:
-    tokenizer = tokenizers.Tokenizer.from_file(str(default_model_dir() / "tokenizer.json"))
+def _prompt(model_dir: Path) -> list[int]:
+    tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     return list(tokenizer.encode("Write a short poem about the sea.").ids)
 
 
 @pytest.fixture(name="model_dir", scope="module")
 def _model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_short_model(tmp_path_factory.mktemp("short"), num_layers=1)
+    folder = write_short_model(tmp_path_factory.mktemp("short"), num_layers=1, vocab_size=VOCAB_SIZE)
+    cut_tokenizer(folder, VOCAB_SIZE)
+    return folder
 
 
 def sampling(schema: dict[str, Any], seed: int, max_tokens: int = MAX_TOKENS) -> SamplingParams:

@@ -1,10 +1,16 @@
-"""Text streamed token by token: what is held back, replaced, and released by a stop string or the end."""
+"""Text streamed token by token: what is held back, replaced, and released by a stop string or the end.
+
+Stop strings end an answer where its content has them, never within thoughts or calls of tools.
+"""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import decoders
 
 from common.fake_tokenizer import byte_tokenizer
-from engine.text import TextDelta, TextStream
+from engine.text.streaming import TextDelta, TextStream
+from kvrelay.v1 import inference_pb2 as pb
 from tests.engine.text_streams import byte_fallback, byte_ids, byte_level, id_of, llama_like, open_stream, run
 
 
@@ -24,14 +30,6 @@ def test_stream_when_text_follows_an_incomplete_character_replaces_its_bytes_fir
     assert tokenizer.decode(token_ids) == "�� Hello"
 
 
-def test_stream_of_endless_invalid_bytes_never_holds_back_more_than_one_character() -> None:
-    tokenizer = byte_level()
-    stream = open_stream(tokenizer)
-    lead = byte_ids(tokenizer, b"\xf0")[0]
-    assert [stream.push(lead).text for _ in range(500)] == ["", *["�"] * 499]
-    assert stream.flush() == "�"
-
-
 def push_text(stops: tuple[str, ...], *tokens: str) -> list[tuple[str, bool]]:
     tokenizer = byte_fallback(decoders.Fuse())
     tokenizer.add_tokens(list(tokens))
@@ -40,38 +38,11 @@ def push_text(stops: tuple[str, ...], *tokens: str) -> list[tuple[str, bool]]:
     return [(delta.text, delta.stopped) for delta in deltas]
 
 
-@pytest.mark.parametrize(
-    ("stops", "tokens", "deltas"),
-    [
-        pytest.param(("stop",), ("x s", "t", "op y"), [("x ", False), ("", False), ("", True)], id="over three tokens"),
-        pytest.param(("stop",), ("s", "to", "x"), [("", False), ("", False), ("stox", False)], id="not completed"),
-        pytest.param(
-            ("aab",), ("a", "a", "ab"), [("", False), ("", False), ("a", True)], id="begins in a failed beginning"
-        ),
-        pytest.param(("b", "aab"), ("xaa", "bz"), [("x", False), ("", True)], id="longest of those that end together"),
-        pytest.param(("abcd", "bc"), ("xabcd",), [("xa", True)], id="first complete wins over begun earlier"),
-        pytest.param(("o",), ("hello world",), [("hell", True)], id="one character"),
-    ],
-)
-def test_stop_string_is_held_back_while_it_may_come_and_never_emitted(
-    stops: tuple[str, ...], tokens: tuple[str, ...], deltas: list[tuple[str, bool]]
-) -> None:
-    assert push_text(stops, *tokens) == deltas
-
-
 def test_stream_after_a_stop_string_emits_nothing_more() -> None:
     assert push_text(("b",), "ab", "cd") == [("a", True), ("", True)]
     tokenizer = llama_like()
     stream = open_stream(tokenizer, ("lo",))
     stream.prime([id_of(tokenizer, "lo"), id_of(tokenizer, "é")])
-    assert stream.flush() == ""
-
-
-def test_flush_returns_the_begun_stop_string_once() -> None:
-    tokenizer = llama_like()
-    stream = open_stream(tokenizer, ("stop",))
-    assert stream.push(id_of(tokenizer, "▁st")).text == ""
-    assert stream.flush() == "st"
     assert stream.flush() == ""
 
 
@@ -84,14 +55,59 @@ def test_flush_when_the_replaced_bytes_complete_a_stop_string_cuts_before_it() -
     assert [again.push(token_id).text for token_id in byte_ids(tokenizer, b"yx\xe4")] == ["y", "", ""]
 
 
-@pytest.mark.parametrize(("special", "expected"), [(False, "Hello"), (True, "<s> Hello</s>")])
-def test_special_tokens_are_in_the_text_only_when_asked_for(special: bool, expected: str) -> None:
-    tokenizer = llama_like()
-    token_ids = [id_of(tokenizer, token) for token in ("<s>", "▁Hello", "</s>")]
-    assert run(open_stream(tokenizer, special=special), token_ids) == expected
-
-
 def test_stream_after_half_a_surrogate_does_not_wait_for_bytes_that_cannot_come() -> None:
     tokenizer = byte_tokenizer()
     stream = TextStream(tokenizer, stop=(), include_special_tokens=False)
     assert [stream.push(byte).text for byte in b"\xed\xa0\x80a"] == ["", "\ufffd\ufffd", "\ufffd", "a"]
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x STOP y"}}\n</tool_call>'
+BOTH = pb.AnswerFormat(tools="hermes", reasoning="qwen3")
+FORCED = pb.AnswerFormat(forced_name="f")
+
+
+def marked(answer: pb.AnswerFormat | None, *stops: str) -> TextStream:
+    return TextStream(byte_tokenizer(), stop=stops, include_special_tokens=False, answer_format=answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "sent"),
+    [
+        ("<think>a STOP b</think>\n\nc STOP d", ["STOP"], "<think>a STOP b</think>\n\nc "),
+        ("<think>a</think>b", ["</think>", "a"], "<think>a</think>b"),
+        (CALL, ["\n", '"', "STOP", "</tool_call>"], CALL),
+        (f"Well: STO{CALL}P then STOP it", ["STOP"], f"Well: STO{CALL}P then "),
+        (f"Well: STOP{CALL}", ["STOP"], "Well: "),
+        ('<tool_call>{"name": 5} STOP', ["STOP"], '<tool_call>{"name": 5} '),
+        ("a <tool STOP", ["STOP"], "a <tool "),
+        ("a STO", ["STOP"], "a STO"),
+    ],
+)
+def test_stop_strings_are_compared_with_the_content_alone(text: str, stops: list[str], sent: str) -> None:
+    assert run(marked(BOTH, *stops), list(text.encode())) == sent
+
+
+def test_arguments_that_are_the_whole_answer_have_no_stop() -> None:
+    assert run(marked(FORCED, "\n", "a"), list(b'{"a":\n1}')) == '{"a":\n1}'
+    assert run(marked(None, "a"), list(b'{"a":\n1}')) == '{"'
+
+
+PIECES = ["<think>", "</think>", "<tool_call>", '{"name": "f", "arguments": {"a": "', '"}}', "</tool_call>", "ST", "OP"]
+
+
+@given(text=st.lists(st.sampled_from([*PIECES, "STOP", " ", "x", "é"]), max_size=12).map("".join), data=st.data())
+def test_another_worker_continues_with_the_same_text(text: str, data: st.DataObject) -> None:
+    token_ids = list(text.encode())
+    cut = data.draw(st.integers(0, len(token_ids)))
+    first, second = marked(BOTH, "STOP"), marked(BOTH, "STOP")
+    second.prime(token_ids[:cut])
+    before = [first.push(token_id) for token_id in token_ids[:cut]]
+    if not any(delta.stopped for delta in before):
+        assert run(first, token_ids[cut:]) == run(second, token_ids[cut:])
+        whole = "".join(delta.text for delta in before)
+        assert run(marked(BOTH, "STOP"), token_ids).startswith(whole)
+
+
+@given(text=st.lists(st.sampled_from([*PIECES, " ", "x"]), max_size=12).map("".join))
+def test_no_text_is_lost_or_moved_where_no_stop_comes(text: str) -> None:
+    assert run(marked(BOTH, "none such"), list(text.encode())) == text

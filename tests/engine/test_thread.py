@@ -11,8 +11,9 @@ from common.errors import PromptTooLong, Refused
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Started, Tokens
 from engine.executor import ScheduledSequence, StepHandle, StepResult
-from engine.group import Emitted, Group
-from engine.plan import StepPlan
+from engine.interface import Engine
+from engine.steps.group import Emitted, Group
+from engine.steps.plan import StepPlan
 from engine.thread import EngineThread, RunningStep
 from tests.builders import Collector, assert_empty, expected_tokens, make_core, make_request
 from tests.engine.overlap import Handle, Spy
@@ -32,11 +33,11 @@ def unexpected(error: Exception) -> None:
     raise AssertionError("the thread must not die") from error
 
 
-def reserve(core: EngineCore) -> Group | Refused:
+def reserve(core: Engine) -> Group | Refused:
     return core.reserve(make_request(range(9)), Collector())
 
 
-def cancel(core: EngineCore, group: Group | Refused) -> None:
+def cancel(core: Engine, group: Group | Refused) -> None:
     assert isinstance(group, Group)
     core.cancel(group)
 

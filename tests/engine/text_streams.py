@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common.fake_tokenizer import NUM_BYTES, byte_tokenizer
 from common.model_files import default_model_dir
-from engine.text import TextStream
+from engine.text.streaming import TextStream
 
 CORPUS = [
     "Hello world, the stop is here.",

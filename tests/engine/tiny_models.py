@@ -31,11 +31,92 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+_GEMMA3: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 12, "rope_parameters": _TWO_BASES}
 
 
 _WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 9}
-# Architectures of our own decoder, then those that transformers computes: model_type and what differs from _SHAPE.
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 24}
+# model_type and what differs from _SHAPE: mixtures of experts, which our own decoder computes on a CPU and transformers
+# on a GPU; then the other architectures of our own decoder, and those that transformers computes.
+_SINKS: dict[str, Any] = {**_EXPERTS, "sliding_window": 7, "rope_parameters": {**_YARN, "truncate": False}}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": ("gpt_oss", {**_SINKS, "head_dim": 10}),
+    "mixtral": ("mixtral", _EXPERTS),
+    "mixtral-rope-dynamic": (
+        "mixtral",
+        {**_EXPERTS, "head_dim": 10, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 3.0}},
+    ),
+    "mixtral-window": ("mixtral", {**_EXPERTS, "sliding_window": 7}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**_SMALL_EXPERTS, "shared_expert_intermediate_size": 80, "norm_topk_prob": True},
+    ),
+    "qwen3_moe": ("qwen3_moe", {**_SMALL_EXPERTS, "hidden_size": 64, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe-dense-layer": ("qwen3_moe", {**_SMALL_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}),
+    "qwen3_moe-window": ("qwen3_moe", {**_SMALL_EXPERTS, **_WINDOWED, "head_dim": 16, "decoder_sparse_step": 2}),
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_LATENT_YARN = {**_YARN, "mscale": 0.8, "mscale_all_dim": 0.6}
+LATENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", _LATENT),
+    "deepseek_v2-query-rank": (
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "attention_bias": True,
+            "rope_parameters": _LATENT_YARN,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 3.0,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "rope_parameters": _LATENT_YARN,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        {**_LATENT, "rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **MIXTURES,
+    **LATENT,
+    "qwen2_moe-window": ("qwen2_moe", {**_SMALL_EXPERTS, **_WINDOWED, "shared_expert_intermediate_size": 24}),
+    "gemma3": (
+        "gemma3_text",
+        {**_GEMMA3, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma3-every-third": (
+        "gemma3_text",
+        {**_GEMMA3, "sliding_window": 2, "num_hidden_layers": 3, "sliding_window_pattern": 3, "rope_parameters": None},
+    ),
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-multi-head": ("llama", {"num_key_value_heads": 6}),
@@ -70,8 +151,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Windows are shorter than prompts.
-_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-_SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 24}
 _SHARED_EXPERTS = {
     "moe_intermediate_size": 24,
     "n_routed_experts": 4,
@@ -98,11 +177,8 @@ _LONGROPE = {
     "long_factor": [4.0, 5.0, 6.0, 7.0, 8.0],
     "original_max_position_embeddings": 80,
 }
-_TWO_BASES = {
-    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-}
 TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **MIXTURES,
     "afmoe": ("afmoe", {**_SMALL_EXPERTS, **_WINDOWS, "num_dense_layers": 1}),
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
@@ -125,7 +201,6 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
-    "gemma3": ("gemma3_text", {**_WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 12, "rope_parameters": _TWO_BASES}),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
     "glm4_moe": ("glm4_moe", {**_SHARED_EXPERTS, "use_qk_norm": True}),
@@ -150,12 +225,6 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {**_EXPERTS, "head_dim": 10, "moe_topk": 2}),
     "minimax_m2": ("minimax_m2", {**_EXPERTS, "head_dim": 10}),
     "ministral": ("ministral", {**_WINDOWS, "head_dim": 10}),
-    "mixtral": ("mixtral", _EXPERTS),
-    "mixtral-rope-dynamic": (
-        "mixtral",
-        {**_EXPERTS, "head_dim": 10, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 3.0}},
-    ),
-    "mixtral-window": ("mixtral", {**_EXPERTS, "sliding_window": 7}),
     "nanochat": ("nanochat", {}),
     "olmo": ("olmo", {"clip_qkv": 0.8}),
     "olmo2": ("olmo2", {}),
@@ -166,9 +235,6 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-window": ("phi3", {"sliding_window": 7}),
     "phi3-longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 80}),
     "phimoe": ("phimoe", _EXPERTS),
-    "qwen2_moe": ("qwen2_moe", {**_SMALL_EXPERTS, "shared_expert_intermediate_size": 24}),
-    "qwen3_moe": ("qwen3_moe", {**_SMALL_EXPERTS, "hidden_size": 64, "head_dim": 16, "norm_topk_prob": True}),
-    "qwen3_moe-dense-layer": ("qwen3_moe", {**_SMALL_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}),
     "seed_oss": ("seed_oss", {"head_dim": 16}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "starcoder2": ("starcoder2", {"sliding_window": 7}),
@@ -186,11 +252,15 @@ def make_model(name: str, *, seed: int = 0, **sizes: Any) -> Any:
     model = auto_model.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        for key, parameter in (*model.named_parameters(), *_score_biases(model)):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = key.endswith("norm.weight")
             parameter.copy_(1 + 0.3 * noise if is_norm else 0.5 * noise if parameter.ndim == 1 else 0.25 * noise)
     return model
+
+
+def _score_biases(model: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(key, buffer) for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
 
 
 def make_prompt(num_tokens: int, *, seed: int = 0) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""Fuzzing of every door: `python -m tests.fuzz TARGET --seconds N`."""
+"""A tool that attacks every door with hostile input; README.md says how to use it."""

@@ -101,7 +101,7 @@ def draw(source: Source, templates: Sequence[Message], hints: Hints) -> bytes:
         case 7:
             return source.take(source.below(64))
         case 6:
-            return _mangle(template.SerializeToString(), source)
+            return mangled(template.SerializeToString(), source)
         case 5 if source.byte() < 224:
             _fill(message, source, hints, depth=0)
         case 5:
@@ -114,21 +114,21 @@ def draw(source: Source, templates: Sequence[Message], hints: Hints) -> bytes:
     return message.SerializeToString() if message.ByteSize() <= MAX_BYTES else template.SerializeToString()
 
 
-def _mangle(raw: bytes, source: Source) -> bytes:
+def mangled(raw: bytes, source: Source) -> bytes:
     """Return bytes with a few places overwritten, cut out or repeated."""
-    mangled = bytearray(raw)
+    changed = bytearray(raw)
     for _ in range(1 + source.below(4)):
-        place = source.below(len(mangled) + 1)
+        place = source.below(len(changed) + 1)
         match source.byte() % 4:
             case 0:
-                mangled[place : place + 1] = bytes([source.byte()])
+                changed[place : place + 1] = bytes([source.byte()])
             case 1:
-                del mangled[place : place + 1 + source.below(8)]
+                del changed[place : place + 1 + source.below(8)]
             case 2:
-                mangled[place:place] = source.take(source.below(8))
+                changed[place:place] = source.take(source.below(8))
             case _:
-                mangled[place:place] = mangled[: 1 + source.below(32)]
-    return bytes(mangled)
+                changed[place:place] = changed[: 1 + source.below(32)]
+    return bytes(changed)
 
 
 def _fill(message: Message, source: Source, hints: Hints, *, depth: int) -> None:

@@ -1,13 +1,12 @@
 """Tries inputs of one target, and says what is wrong with one."""
 
 import gc
-import json
 import logging
 import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -29,28 +28,17 @@ _NUM_TRIES = 3
 class Finding:
     """Something that may not be."""
 
-    target: str
     kind: str
     """"status", "hang", "held", "fault", "log", "slow", "protocol" or "raised"."""
     text: str
-    data: bytes
 
     @property
     def signature(self) -> str:
         """Key that findings of one cause share."""
-        return f"{self.target} {self.kind} {re.sub(r'0x[0-9a-f]+|[0-9]+', 'N', self.text.splitlines()[0])[:160]}"
+        return f"{self.kind} {re.sub(r'0x[0-9a-f]+|[0-9]+', 'N', self.text.splitlines()[0])[:160]}"
 
-    def to_json(self) -> str:
-        """Return one line."""
-        return json.dumps({"target": self.target, "kind": self.kind, "text": self.text, "data": self.data.hex()})
-
-    @classmethod
-    def of_json(cls, line: str) -> "Finding":
-        """Invert `to_json`."""
-        fields: Mapping[str, str] = json.loads(line)
-        return cls(
-            target=fields["target"], kind=fields["kind"], text=fields["text"], data=bytes.fromhex(fields["data"])
-        )
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
 
 
 class Runner:
@@ -92,10 +80,8 @@ class Runner:
         wrong = self._play(self._world, data)
         if wrong:
             self._renew()
-        return [
-            Finding(target=self.target.name, kind=kind, text=text.strip(), data=data)
-            for kind, _, text in (each.partition(":") for each in wrong)
-        ]
+        parts = (each.partition(":") for each in wrong)
+        return [Finding(kind=kind, text=text.strip()) for kind, _, text in parts]
 
     def try_again(self, data: bytes) -> list[Finding]:
         """Return what is wrong with an input every time, on a new world first."""

@@ -24,9 +24,9 @@ from common.trust.credentials import Credentials
 from common.trust.guard import Guard
 from common.trust.identity import Role
 from engine.core import EngineCore
-from engine.events import StepReport
+from engine.executor import Executor
 from engine.fake import FakeExecutor
-from engine.thread import EngineDriver
+from engine.thread import EngineDriver, EngineSetup
 from kv_transfer.serve import check_by
 from kvrelay.v1 import (
     inference_pb2_grpc,
@@ -41,7 +41,7 @@ from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import SharedWorld, SimWorker
 from router.diagnosis.status import StatusReporter
-from router.doors.doorkeeper import make_doorkeeper
+from router.doors.authentication import make_authenticator
 from router.doors.front_door import FrontDoor
 from router.doors.service import InferenceService, RouterAdminService
 from router.fleet.facts import WorkerEndpoint
@@ -225,14 +225,13 @@ class FuzzWorker(SimWorker):
             check_pull=check_by(credentials),
         )
 
-    def _drive(
-        self, core: EngineCore, on_report: Callable[[StepReport], None], _on_fault: Callable[[Exception], None]
-    ) -> EngineDriver:
+    def _drive(self, executor: Executor, setup: EngineSetup) -> EngineDriver:
         around = self._surroundings
+        core = EngineCore(executor, setup.limits, setup.clock)
         assert isinstance(around.loop, MeteredLoop)
         for name in ("begin_step", "finish_step", "wake"):
             setattr(core, name, _on_engine_thread(around.loop, getattr(core, name)))
-        return _MeteredEngine(core, on_report, loop=around.loop, times=self._times, log=around.log)
+        return _MeteredEngine(core, setup.on_report, loop=around.loop, times=self._times, log=around.log)
 
 
 class _MeteredEngine(SimEngine):
@@ -284,7 +283,7 @@ def make_router(loop: MeteredLoop, network: SimNetwork) -> FrontDoor:
     return FrontDoor(
         parts,
         RequestReader(ByteCodec(), default_max_tokens=config.router.default_max_tokens),
-        doorkeeper=make_doorkeeper(config),
+        authenticator=make_authenticator(config),
         default_terms=Terms(),
         block_key=_BLOCK_KEY,
     )

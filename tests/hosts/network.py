@@ -11,12 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
 
 TOOLS = {"ip": "iproute2", "ssh": "openssh-client", "/usr/sbin/sshd": "openssh-server", "rsync": "rsync"}
 _NUMBER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -112,17 +110,6 @@ class Host:
         listed = self.run("ss --listening --tcp --numeric --no-header").stdout.splitlines()
         return {int(line.split()[3].rpartition(":")[2]) for line in listed}
 
-    def pss_bytes(self) -> int:
-        """Return the memory of all its processes; what several share counts in parts."""
-        if self._init is None:
-            return 0
-        total = 0
-        with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._init.pid).children(recursive=True):
-                with suppress(psutil.Error, FileNotFoundError, ProcessLookupError):
-                    total += process.memory_full_info().pss
-        return total
-
     @property
     def device(self) -> str:
         """Name of its network namespace, and of the wire that leads there."""
@@ -194,28 +181,19 @@ def _ip(*arguments: str, check: bool = True) -> None:
     subprocess.run(["ip", *arguments], check=check, capture_output=not check, stdin=subprocess.DEVNULL)
 
 
-_MIB = 1 << 20
-
-
 class Journal:
-    """Writes a line for each step on stdout: seconds since its start, memory of all hosts together, and the text."""
+    """Writes a line for each step on stdout: seconds since its start, and the text."""
 
-    def __init__(self, hosts: Collection[Host]) -> None:
-        self._hosts = hosts
+    def __init__(self, title: str) -> None:
         self._started_s = time.monotonic()
-
-    def title(self, text: str) -> None:
-        """Write a heading."""
-        _write(f"\n{text}\n     time    memory  (PSS of everything on {len(self._hosts)} hosts)")
+        _write(f"\n{title}")
 
     def note(self, text: str) -> None:
         """Write a step that is over; further lines of `text` are set in."""
         first, *others = text.splitlines()
-        elapsed_s = time.monotonic() - self._started_s
-        memory = sum(host.pss_bytes() for host in self._hosts) / _MIB
-        _write(f"{elapsed_s:7.1f} s{memory:6.0f} MiB  {first}")
+        _write(f"{time.monotonic() - self._started_s:7.1f} s  {first}")
         for line in others:
-            _write(" " * 21 + line.rstrip())
+            _write(" " * 11 + line.rstrip())
 
 
 def _write(text: str) -> None:

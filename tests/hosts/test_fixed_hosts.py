@@ -15,10 +15,10 @@ import pytest
 from cluster.processes.state import ClusterPhase
 from kvrelay.client import AsyncClient
 from tests.e2e.harness import pids
+from tests.e2e.streams import answers, running_streams
 from tests.hosts.network import Host, why_not
 from tests.hosts.ray_cluster import NAME, logs_of
-from tests.hosts.site import Site, site_on, workers_at
-from tests.hosts.streams import describe, stream_all
+from tests.hosts.site import NUM_TOKENS, Site, site_on, workers_at
 from tests.hosts.trust_steps import refuse_strangers_in_mid_stream
 
 _REASON = why_not()
@@ -60,17 +60,17 @@ async def test_streams_of_another_hosts_router_survive_controller_and_head(site:
     async with site.client() as at_head, site.cluster.client(elsewhere) as client:
         await workers_at(client, count=site.num_workers)
         before = await pids(client)
-        clients = Clients(client, site)
 
         first = state["supervisor"]["pid"]
-        took_s = await clients.stream_until(
-            lambda: until_controlled(head, not_by=first), lambda: head.run(f"kill -9 {first}")
+        took_s = await stream_until(
+            client, lambda: until_controlled(head, not_by=first), lambda: head.run(f"kill -9 {first}")
         )
         site.journal.note(f"the controller was killed in mid-stream; back and in charge {took_s:.1f} s later")
         assert await pids(client) == before
 
         second = read_state(head)["supervisor"]["pid"]
-        took_s = await clients.stream_until(
+        took_s = await stream_until(
+            client,
             lambda: until_controlled(head, not_by=second),
             lambda: head.run("kill -9 $(pgrep -x gcs_server) $(pgrep -x raylet)"),
         )
@@ -112,29 +112,13 @@ async def until_controlled(head: Host, *, not_by: int = 0) -> float:
     return time.monotonic() - started_s
 
 
-class Clients:
-    """Streams through one router, whose texts must not change."""
-
-    def __init__(self, client: AsyncClient, site: Site) -> None:
-        self._client = client
-        self._texts = site.texts
-        self._journal = site.journal
-
-    async def stream_until(self, is_over: Callable[[], Awaitable[float]], strike: Callable[[], object]) -> float:
-        """Strike in mid-stream, then stream on, again and again, until it is over; returns how long that took."""
-        over: asyncio.Future[float] | None = None
-
-        async def strike_and_watch() -> None:
-            nonlocal over
-            await asyncio.to_thread(strike)
-            over = asyncio.ensure_future(is_over())
-
-        seen = await stream_all(self._client, strike_and_watch)
-        assert over is not None, "every stream has had tokens"
-        assert [each.answer.text for each in seen] == self._texts
-        while not over.done():
-            more = await stream_all(self._client, num_streams=_NUM_WHILE_AWAY)
-            assert [each.answer.text for each in more] == self._texts[:_NUM_WHILE_AWAY]
-            seen += more
-        self._journal.note(describe(seen))
-        return await over
+async def stream_until(
+    client: AsyncClient, is_over: Callable[[], Awaitable[float]], strike: Callable[[], object]
+) -> float:
+    """Strike in mid-stream, then stream on, again and again, until it is over; returns how long that took."""
+    async with running_streams(client, num_tokens=NUM_TOKENS):
+        await asyncio.to_thread(strike)
+        over = asyncio.ensure_future(is_over())
+    while not over.done():
+        await answers(client, num_tokens=NUM_TOKENS, num_streams=_NUM_WHILE_AWAY)
+    return await over

@@ -1,6 +1,7 @@
 """docs/loadtest.md lists every key with its default, and no other; its examples are valid."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ _DOC = (_DOCS / "loadtest.md").read_text(encoding="utf-8")
 _EXPERIMENTS, _WORKLOADS = (
     _DOC.partition(f"## {name}")[2].partition("\n## ")[0] for name in ("Experiments", "Workloads")
 )
-_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| (?:`([^`]*)`|``|see below) \| \S.*\|$", re.MULTILINE)
+_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| (?:`([^`]*)`|see below) \| \S.*\|$", re.MULTILINE)
 _EXAMPLE = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 _TOLD_ELSEWHERE = ("slo", "capacity", "simulate")
 
@@ -35,7 +36,7 @@ def default(field: FieldInfo) -> str:
     """Return a default as YAML writes it."""
     if field.is_required():
         return "required"
-    written = {None: "null", (): "[]"}
+    written = {None: "null", (): "[]", "": '""'}
     return "{}" if field.default == {} else written.get(field.default, str(field.default))
 
 
@@ -61,6 +62,15 @@ def test_doc_lists_every_key_of_a_workload_with_its_default() -> None:
         *keys(TraceSpec, "streams.trace."),
     ]
     assert dict(_ROW.findall(_WORKLOADS)) == dict(expected)
+
+
+@pytest.mark.parametrize("name", ["planner", "waves", "tenants"])
+def test_experiment_of_a_benchmark_can_run_with_its_trace_beside_it(name: str, tmp_path: Path) -> None:
+    file, trace = f"{name}.yaml", _DOCS.parent / "tests" / "data" / "small.jsonl"
+    text = (_DOCS.parent / "benchmarks" / "experiments" / file).read_text(encoding="utf-8")
+    (tmp_path / file).write_text(text.replace("1364", "200"), encoding="utf-8")
+    shutil.copyfile(trace, tmp_path / "mooncake_conversation.jsonl")
+    assert prepare(tmp_path / file, Choices(source=Source.SIMULATED)).cells
 
 
 @pytest.mark.parametrize("block", _EXAMPLE.findall(_EXPERIMENTS))

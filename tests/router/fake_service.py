@@ -14,7 +14,7 @@ import xxhash
 from common.block_hash import BlockHashes, hash_probe, hash_root
 from common.kv_events import KvEvents, encode_events
 from common.rpc import error_boundary
-from common.structured import TaskCensus
+from common.structured import TaskTracker
 from common.token_batches import runs_of
 from common.tokens import tokens_from_bytes
 from common.wire import pack_floats
@@ -157,7 +157,7 @@ class _WorkerService(
     ) -> None:
         self._worker.num_streams += 1
         async with error_boundary(context, "DecodeMany"):
-            await SharedStream(self._decode, TaskCensus()).run(request_iterator, context.write)
+            await SharedStream(self._decode, TaskTracker()).run(request_iterator, context.write)
 
     async def _decode(self, request: decode_pb2.DecodeRequest, outlet: Outlet) -> None:
         worker = self._worker
@@ -189,13 +189,12 @@ class _WorkerService(
             outlet.put(decode_pb2.DecodeResponse(beams=worker.beams))
         for tokens in itertools.islice(steps, worker.num_skipped_steps, None):
             await worker.reach(f"token {tokens[0].token_index}")
-            for _ in range(1 + worker.num_duplicates):
-                batch = decode_pb2.TokenBatch(prompt_logprobs=prompt_logprobs, prefill_s=0.25)
-                if sequence.sampling.detokenize:
-                    batch.tokens.extend(tokens)
-                else:
-                    batch.runs.extend(runs_of(tokens))
-                outlet.put(decode_pb2.DecodeResponse(tokens=batch))
+            batch = decode_pb2.TokenBatch(prompt_logprobs=prompt_logprobs, prefill_s=0.25)
+            if sequence.sampling.detokenize:
+                batch.tokens.extend(tokens)
+            else:
+                batch.runs.extend(runs_of(tokens))
+            outlet.put(decode_pb2.DecodeResponse(tokens=batch))
 
 
 def _prompt_logprobs(sequence: sequence_pb2.SequenceSpec) -> list[sampling_pb2.PositionLogprobs]:

@@ -131,8 +131,6 @@ class FakeWorker:
     """Requests to refuse before the first is accepted."""
     retry_after_s: float = 30.0
     """Time to retry that a refusal names; longer than a test may take."""
-    num_duplicates: int = 0
-    """Extra copies of each decoded token."""
     beams: sequence_pb2.BeamState | None = None
     """Sent before the tokens of each decode call."""
     num_skipped_steps: int = 0
@@ -246,8 +244,8 @@ class FakeWorker:
 
     def _is_known_to_answer(self, request_id: str) -> bool:
         assert self.router is not None, "a router sent the request"
-        holds = self.router.fleet.members_by_id[WorkerId(self.worker_id)].holds
-        return any(hold.request_id == request_id and hold.has_answered for hold in holds)
+        bookings = self.router.fleet.members_by_id[WorkerId(self.worker_id)].bookings
+        return any(booking.request_id == request_id and booking.has_answered for booking in bookings)
 
     async def reach(self, gate: str) -> None:
         await self.gates.reach(gate)

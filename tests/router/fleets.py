@@ -22,6 +22,11 @@ def worker(name: str, *, free: int = 1000, blocks: int = 1000, **fields: object)
     return ProjectedLoad(**values)  # type: ignore[arg-type]
 
 
+def prefill_fleet(*workers: ProjectedLoad) -> FleetView:
+    """Return a view for a request that the prefill pool answers, with these workers in it."""
+    return FleetView(prefill=PoolLoads(()), decode=PoolLoads(workers), num_prefill=0)
+
+
 def fleet(*workers: ProjectedLoad, num_prefill: int | None = None, block_bytes: int = 0) -> FleetView:
     """Return a view of workers named p… and d…, all of which are sources."""
     prefill = tuple(each for each in workers if each.worker_id.startswith("p"))
@@ -61,9 +66,9 @@ def choose(policy: Policy, request: PlacementRequest, fleet: FleetView) -> Plan:
 def decode_chosen(name: str, *workers: ProjectedLoad, cached: Mapping[str, int] | None = None, times: int = 1) -> str:
     """Return the last of several choices among decode workers without a prefill pool."""
     chosen = policy(name)
-    return [choose(chosen, request(cached=cached), fleet(*workers)).decode for _ in range(times)][-1]
+    return [choose(chosen, request(cached=cached), fleet(*workers)).answering for _ in range(times)][-1]
 
 
 def costs(plan: Plan) -> dict[str, float]:
     """Return the explained costs by the worker that computes."""
-    return {each.prefill or each.decode: each.cost for each in plan.candidates()}
+    return {each.prefill or each.answering: each.cost for each in plan.candidates()}

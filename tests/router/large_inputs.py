@@ -228,6 +228,11 @@ ANSWERS: Mapping[str, Input] = {
     ),
     "echo": (COMPLETIONS, _plain(prompt=_TEXT * 800, max_tokens=1, echo=True, logprobs=20)),
     "echo, streamed": (COMPLETIONS, _plain(prompt=_TEXT * 800, max_tokens=1, echo=True, logprobs=20, stream=True)),
+    "prompts' log-probabilities": (COMPLETIONS, _plain(prompt=_TEXT * 800, max_tokens=1, prompt_logprobs=20)),
+    "a chat's log-probabilities of the prompt": (
+        CHAT,
+        _plain(messages=[{"role": "user", "content": _TEXT * 800}], max_tokens=1, prompt_logprobs=20),
+    ),
     "prompt ids": (COMPLETIONS, _plain(prompt=_TEXT * 4_000, max_tokens=1, return_token_ids=True)),
     "prompt ids, streamed": (
         COMPLETIONS,

@@ -9,22 +9,25 @@ from common.errors import RefusalCause, Refused
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
 from router.choosing.chooser import Chooser, Exclusion, Search
-from router.fleet.decisions import Booking, DecisionRecord
+from router.fleet.booking import Booking, WorkerBooking
+from router.fleet.decisions import DecisionRecord
 from router.fleet.facts import WorkerEndpoint
 from router.fleet.fleet import Fleet
-from router.fleet.hold import Hold
 from router.fleet.index import PrefixIndex
 from router.fleet.member import Member
 from router.line.admission import Admission
 from router.line.fair_queue import FairQueue
-from router.line.line import MAX_CANDIDATES, REST_ASKED_S
 from router.line.line import Line as RealLine
+from router.line.pool_line import MAX_CANDIDATES, REST_ASKED_S
+from router.line.wait import Standing, Wait
 from router.observe.metrics import TenantMetrics
+from router.placement.answer_pool import AnswerPool
 from router.placement.calibration import DurationForecast
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import Busy, NoRoom, NoWorker, PlacementRequest, Plan, PolicySettings, TooSlow
 from router.placement.policies.registry import POLICIES
-from router.placement.waits import Wait
-from router.record.ticket import QueuedRequest, Ticket
+from router.placement.waits import WaitCause
+from router.record.ticket import Ticket
 from router.tenants import Tenant, Terms
 from tests.clock import ManualClock
 from tests.trust import ROUTER
@@ -68,16 +71,18 @@ class PageChooser(Chooser):
     def choose(self, search: Search) -> Booking | Refused:
         request = search.request
         self.asked.append(request.request_id)
-        search.needs_room = False
         if request.request_id in self.defective:
             raise ZeroDivisionError("division by zero")
         if request.request_id in self.hopeless:
             return Refused(reason="too late", retry_after_s=3.0, cause=RefusalCause.DEADLINE)
         if self.is_saturated:
-            search.needs_room = True
             return NoRoom(reason="all is full", retry_after_s=1.0, cause=RefusalCause.SATURATED)
         if request.request_id in self.busy:
-            return Busy(reason="busy", retry_after_s=5.0, worker_id=WORKER)
+            return Busy(
+                reason="busy",
+                retry_after_s=5.0,
+                worker=ProjectedLoad(worker_id=WORKER, num_blocks=0, num_free_blocks=0),
+            )
         if self.is_empty:
             return NoWorker(reason="no worker", retry_after_s=1.0)
         if self.is_closed:
@@ -85,27 +90,27 @@ class PageChooser(Chooser):
         if request.request_id in self.unwanted:
             search.exclusions[WORKER] = Exclusion(load_version=0, until_s=self.time.monotonic() + PATIENCE_S)
         if request.num_tokens > self.num_free or search.exclusions:
-            search.needs_room = True
             return NoRoom(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
         self.num_free -= request.num_tokens
-        plan = Plan(decode=WORKER, predicted_cached_tokens=0, reason="")
-        hold = Hold(
+        plan = Plan(answering=WORKER, predicted_cached_tokens=0, reason="")
+        hold = WorkerBooking(
             member=self._member,
             epoch=cast(Any, 1),
             request_id=request.request_id,
             booked_s=0.0,
+            load_version=0,
             num_blocks=request.num_tokens,
         )
 
         def free(booking: Booking) -> None:
-            self.num_free += booking.decode.num_blocks
-            booking.decode.num_blocks = 0
+            self.num_free += booking.answering.num_blocks
+            booking.answering.num_blocks = 0
             self.change()
 
         decision = DecisionRecord(
-            request_id=request.request_id, num_tokens=request.num_tokens, plan=plan, decided_s=0.0
+            request_id=request.request_id, tenant="", num_tokens=request.num_tokens, plan=plan, decided_s=0.0
         )
-        return Booking(decision=decision, decode=hold, on_release=free)
+        return Booking(decision=decision, answering=hold, on_release=free)
 
     def forecast_in_line(
         self, request: PlacementRequest, *, work_s: float, before_s: float, num_ends: float
@@ -113,7 +118,7 @@ class PageChooser(Chooser):
         wait_s = max(before_s + work_s, num_ends * self.place_s)
         return DurationForecast(expected_s=wait_s, predicted_s=wait_s)
 
-    def may_differ(self, search: Search) -> bool:
+    def has_changed(self, worker: ProjectedLoad) -> bool:
         return self.differs
 
     def may_hold(self, request: PlacementRequest) -> bool:
@@ -141,19 +146,19 @@ class Line:
         self.fleet = Fleet(index=PrefixIndex(), clock=self.clock, reach=ROUTER)
         self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages, gap_s=gap_s)
         self.registry = CollectorRegistry()
-        queue: FairQueue[QueuedRequest] = FairQueue()
+        queues: dict[AnswerPool, FairQueue[Wait]] = {pool: FairQueue() for pool in AnswerPool}
         self.admission = Admission(
             fleet=self.fleet,
-            queue=queue,
+            queues=queues,
             clock=self.clock,
             max_queued=max_queued,
             metrics=TenantMetrics(self.registry),
         )
         self.line = RealLine(
-            admission=self.admission, queue=queue, chooser=self.chooser, fleet=self.fleet, clock=self.clock
+            admission=self.admission, queues=queues, chooser=self.chooser, fleet=self.fleet, clock=self.clock
         )
         self.tickets: dict[str, Ticket] = {}
-        self.queued: dict[str, QueuedRequest] = {}
+        self.waits_by_name: dict[str, Wait] = {}
         self.waiting: dict[str, asyncio.Task[Booking]] = {}
         self.told: list[tuple[str, float | None]] = []
         """Requests that were told that they wait, with the forecast of their first token."""
@@ -180,20 +185,20 @@ class Line:
         request = PlacementRequest(
             request_id=RequestId(name), num_tokens=num_pages, block_size=1, num_output_tokens=0, **fields
         )
-        deadline_s = self.clock.monotonic() + patience_s
-        self.queued[name] = QueuedRequest(
+        self.waits_by_name[name] = Wait(
             ticket=self.tickets[name],
-            search=Search(request=request),
-            deadline_s=deadline_s,
+            request=request,
+            patience_ends_s=self.clock.monotonic() + patience_s,
+            standing=Standing.of(self.tickets[name], is_set_back=False),
             on_waiting=lambda forecast: self.told.append((name, None if forecast is None else forecast.expected_s)),
         )
-        self.waiting[name] = asyncio.create_task(self.line.place(self.queued[name]))
+        self.waiting[name] = asyncio.create_task(self.line.place(self.waits_by_name[name]))
         await turns()
 
     async def refuse(self, name: str) -> None:
         """Let the worker refuse a booked plan; the request waits for another one."""
         self.waiting.pop(name).result().release()
-        self.waiting[name] = asyncio.create_task(self.line.place(self.queued[name]))
+        self.waiting[name] = asyncio.create_task(self.line.place(self.waits_by_name[name]))
         await turns()
 
     async def end(self, name: str) -> None:
@@ -213,9 +218,9 @@ class Line:
         self.tickets.pop(name).__exit__(None, None, None)
         await turns()
 
-    def waits(self, name: str) -> dict[Wait, float]:
+    def waits(self, name: str) -> dict[WaitCause, float]:
         """Return what a request with a plan waited for, without what it did not wait for."""
-        return {cause: wait_s for cause in Wait if (wait_s := self.waiting[name].result().decision.waits[cause])}
+        return {cause: wait_s for cause in WaitCause if (wait_s := self.waiting[name].result().decision.waits[cause])}
 
     @property
     def served(self) -> set[str]:

@@ -4,8 +4,8 @@ from typing import cast
 
 from common.ids import Epoch, RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
+from router.fleet.booking import WorkerBooking
 from router.fleet.facts import WorkerEndpoint, WorkerFacts
-from router.fleet.hold import Hold
 from router.fleet.member import Member
 from router.fleet.worker_client import WorkerClient
 from tests.router.fake_worker import BLOCK_SIZE, DECODE
@@ -35,15 +35,18 @@ def make_member(
     return member
 
 
-def book(member: Member, *, num_blocks: int = 4, now_s: float = 0.0, request_id: str = "r0", **work: float) -> Hold:
+def book(
+    member: Member, *, num_blocks: int = 4, now_s: float = 0.0, request_id: str = "r0", **work: float
+) -> WorkerBooking:
     assert member.facts is not None
-    hold = Hold(
+    booking = WorkerBooking(
         member=member,
         epoch=member.facts.epoch,
         request_id=RequestId(request_id),
         num_blocks=num_blocks,
         booked_s=now_s,
+        load_version=member.load_version,
         **work,  # type: ignore[arg-type]
     )
-    member.add_hold(hold)
-    return hold
+    member.add_booking(booking)
+    return booking

@@ -10,7 +10,7 @@ from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
 from router.fleet.facts import WorkerEndpoint
 from router.line.admission import MAX_ARRIVING, MIN_QUEUED, QUEUED_PER_WORKER
-from router.line.asking import JUDGE_AGAIN_S
+from router.line.plan_finder import JUDGE_AGAIN_S
 from router.observe.metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.record.account import Service
 from router.tenants import Tenant
@@ -44,7 +44,7 @@ async def test_newcomer_that_waits_is_told_when_by_the_work_of_those_before_it()
     await line.leave("x")
     await line.come("z", 1)  # shorter: it goes before y
     assert line.told[2:] == [("z", 1.0)]
-    line.waiting.pop("running").result().decode.num_blocks = 0  # its worker died: it waits again, but is no newcomer
+    line.waiting.pop("running").result().answering.num_blocks = 0  # its worker died: it waits again, but is no newcomer
     await line.place("running", 4)
     await line.come("w", 4)
     assert line.told[3:] == [("w", 4.0 + 1.0 + 3.0 + 4.0)]
@@ -99,7 +99,7 @@ async def test_request_that_lost_its_worker_goes_before_newcomers_past_all_limit
     tight = Tenant(name="tight", max_queued=2, max_concurrent=1)
     await line.come("x", 1, tight)
     await line.come("y", 1, tight, priority=9)
-    line.waiting.pop("x").result().decode.num_blocks = 0  # its worker died: its pages do not come back
+    line.waiting.pop("x").result().answering.num_blocks = 0  # its worker died: its pages do not come back
     await line.place("x", 1)
     assert line.counts == (2, 1)
     line.chooser.num_free = 1

@@ -44,9 +44,10 @@ class Router:
         self, *, predicted: int = 0, found: int | None = 0, worker_id: WorkerId = P0, num_hashed_blocks: int = 10
     ) -> DecisionRecord:
         """Decide a request and end it; the alarms see the decision."""
-        plan = Plan(decode=worker_id, predicted_cached_tokens=predicted, reason="test")
+        plan = Plan(answering=worker_id, predicted_cached_tokens=predicted, reason="test")
         decision = DecisionRecord(
             request_id=RequestId("r"),
+            tenant="",
             num_tokens=10 * BLOCK_SIZE,
             plan=plan,
             decided_s=self.clock.monotonic(),

@@ -12,6 +12,17 @@ MOST, MOST_IN_ALL = 10, 18
 TENANTS = [Tenant(name=name) for name in "abc"]
 
 
+def test_a_client_that_reads_is_not_ended_beside_one_that_does_not() -> None:
+    budget = Budget("things", most=MOST, most_in_all=MOST)
+    stuck, reads, other = (budget.holding(tenant) for tenant in (TENANTS[0], TENANTS[0], TENANTS[1]))
+    assert stuck.grow(9) is None
+    assert reads.grow(1) is None
+    reads.shrink(1)
+    assert other.grow(2) is None
+    assert stuck.is_over
+    assert not reads.is_over
+
+
 class BudgetMachine(RuleBasedStateMachine):
     """Tenants take and give back amounts; a model knows what each request holds."""
 
@@ -28,6 +39,7 @@ class BudgetMachine(RuleBasedStateMachine):
         def lose(_refused: Refused) -> None:
             most = max(self.of(each.name) for each in TENANTS)
             assert self.of(tenant.name) == most, "a tenant that holds less gave way"
+            assert self.held[holding], "a request that holds nothing, as its client reads, was ended"
             self.held[holding] = 0
             self.lost.append(holding)
 

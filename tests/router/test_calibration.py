@@ -13,7 +13,9 @@ from router.placement.calibration import MIN_OUTCOMES, WINDOW, ErrorBand
 from router.placement.plans import PlacementRequest, Plan
 
 REQUEST = PlacementRequest(request_id=RequestId("r0"), num_tokens=100, block_size=16, received_s=10.0, now_s=13.0)
-LOCAL = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="", predicted_ttft_s=1.0, predicted_tpot_s=0.02)
+LOCAL = Plan(
+    answering=WorkerId("d0"), predicted_cached_tokens=0, reason="", predicted_ttft_s=1.0, predicted_tpot_s=0.02
+)
 REMOTE = replace(LOCAL, prefill=WorkerId("p0"))
 
 
@@ -86,6 +88,7 @@ def decision(forecaster: Forecaster, plan: Plan = REMOTE, *, ttft_s: float) -> D
     """Return an ended decision on a request that waited 3 s, whose line forecast was 2 s."""
     return DecisionRecord(
         request_id=REQUEST.request_id,
+        tenant=REQUEST.tenant.name,
         num_tokens=REQUEST.num_tokens,
         plan=plan,
         decided_s=REQUEST.now_s,

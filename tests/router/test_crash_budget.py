@@ -92,7 +92,7 @@ async def is_refused(*, samples: range, in_quarantine: bool, has_answered: bool 
     failed = book(make_member())
     failed.is_quarantined, failed.has_answered = in_quarantine, has_answered
     try:
-        await CrashBudget(3, all_ended, clock).weigh(record, failed, samples=samples, tenant="")
+        await CrashBudget(3, all_ended, clock).weigh(record, failed, samples=samples)
     except CrashSuspected:
         return True
     assert record.losses.is_quarantined

@@ -13,6 +13,7 @@ from common.ids import RequestId, WorkerId
 from kvrelay.v1 import inference_pb2
 from router.fleet.decisions import DecisionLog, DecisionRecord
 from router.observe.metrics import RouterMetrics, WeightedHistogram
+from router.placement.answer_pool import AnswerPool
 from router.placement.plans import Plan
 from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, full_pair, trio
 from tests.router.fakes import Reply, TestCluster, config_with, make_request, running_cluster
@@ -21,7 +22,7 @@ from tests.router.test_tenants import KEYS, serving
 
 def decision(request_id: str = "r0", *, tenant: str = "a", **predicted: float) -> DecisionRecord:
     plan = Plan(
-        decode=WorkerId("d0"),
+        answering=WorkerId("d0"),
         predicted_cached_tokens=64,
         reason="",
         **predicted,  # type: ignore[arg-type]
@@ -56,13 +57,13 @@ def test_log_shows_a_tenant_only_its_own_requests() -> None:
     [(None, "completed"), (WorkerLost("gone"), "WorkerLost"), (asyncio.CancelledError(), Cancelled.__name__)],
 )
 def test_following_notes_how_the_attempt_ended_and_calls_the_listeners(error: BaseException | None, ended: str) -> None:
-    log, one, heard = DecisionLog(), decision(), list[tuple[str, int, str]]()
-    log.subscribe(lambda each: heard.append((each.tenant, each.attempt, each.ended)))
-    with suppress(WorkerLost, asyncio.CancelledError), log.following(one, tenant="b", attempt=2):
+    log, one, heard = DecisionLog(), decision(), list[tuple[int, str]]()
+    log.subscribe(lambda each: heard.append((each.attempt, each.ended)))
+    with suppress(WorkerLost, asyncio.CancelledError), log.following(one, attempt=2):
         assert one.ended == ""
         if error is not None:
             raise error
-    assert heard == [("b", 2, ended)]
+    assert heard == [(2, ended)]
 
 
 def test_metrics_compare_predictions_with_outcomes() -> None:
@@ -187,15 +188,6 @@ async def test_explain_of_one_request_shows_each_attempt_and_why_it_ended() -> N
         assert [each.num_tokens for each in await explain(cluster, limit=1)] == [9]
 
 
-async def test_explain_shows_a_refusal_by_a_worker() -> None:
-    prefill, full, free = trio()
-    full.num_refusals = 1
-    async with running_cluster(prefill, full, free) as cluster:
-        await cluster.generate(make_request(10))
-        ended = [(each.plan.decode_worker_id, each.outcome.ended) for each in await explain(cluster)]
-        assert ended == [("d1", "completed"), ("d0", "Overloaded")]
-
-
 async def test_explain_of_a_request_that_the_client_left_says_so(cluster: TestCluster) -> None:
     cluster.decode.gates.close("token 1")
     (await cluster.start(make_request(10), cluster.decode, "token 1")).cancel()
@@ -237,6 +229,6 @@ async def test_a_prompt_that_is_computed_is_no_prefill_load_any_more(name: str) 
 
 def prefill_load(cluster: TestCluster, worker: FakeWorker) -> tuple[int, int]:
     """Return the prompts that the router counts as pending on the worker, and their tokens to compute."""
-    view = cluster.router.fleet.view(excluded=())
+    view = cluster.router.fleet.view(AnswerPool.DECODE, excluded=())
     load = next(each for each in (*view.prefill, *view.decode) if each.worker_id == worker.worker_id)
     return load.num_active_prefills, load.num_active_missing_tokens

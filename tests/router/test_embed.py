@@ -27,17 +27,13 @@ async def test_prefill_workers_alone_answer_while_no_decode_worker_is_known() ->
         assert (await cluster.until_idle()).num_completed == 1
 
 
-async def test_decode_workers_take_no_part(cluster: TestCluster) -> None:
-    await cluster.embed(embedding_of())
-    assert (len(cluster.prefill.requests), len(cluster.decode.requests)) == (1, 0)
-
-
 async def test_form_of_the_vector_is_as_asked_for(cluster: TestCluster) -> None:
     raw = hidden_of(prompt_of(10), MEAN)
     assert vector_of(await cluster.embed(embedding_of(pooling=MEAN))) == unit(pooling=MEAN)
     assert vector_of(await cluster.embed(embedding_of(pooling=MEAN, normalize=False))) == raw.tolist()
     assert vector_of(await cluster.embed(embedding_of(dimensions=2))) == unit(dimensions=2)
     assert vector_of(await cluster.embed(embedding_of(dimensions=2, normalize=False, pooling=MEAN))) == raw[:2].tolist()
+    assert (len(cluster.prefill.requests), len(cluster.decode.requests)) == (4, 0)
 
 
 async def test_vector_of_zeros_stays_one() -> None:

@@ -9,7 +9,7 @@ from common.errors import CrashSuspected, EngineFault, StaleEpoch, WorkerLost
 from common.wire import pack_floats
 from tests.router.embeddings import embedding_of, prefill_pool, unit, vector_of
 from tests.router.fake_service import HIDDEN_SIZE
-from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, pair, sent_prompt
+from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, pair, sent_prompt
 from tests.router.fakes import config_with, make_request, prompt_of, running_cluster
 
 
@@ -122,20 +122,8 @@ async def test_lost_pool_is_waited_for() -> None:
         assert vector_of(await embedding) == unit()
 
 
-async def test_generation_still_waits_for_a_decode_worker_that_embeddings_do_without() -> None:
-    decode = FakeWorker("d0", DECODE)
-    async with running_cluster(*prefill_pool(1)) as cluster:
-        await cluster.embed(embedding_of())
-        generating = asyncio.create_task(cluster.generate(make_request(10)))
-        await cluster.until_queued(1)
-        await decode.start()
-        await cluster.set_workers(cluster.prefill, decode)
-        assert (await generating).token_ids() == answer(prompt_of(10), 6)
-        await decode.die()
-
-
 async def test_embeddings_pass_generations_that_wait_for_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.line.line.MAX_OVERTAKEN", 5)
+    monkeypatch.setattr("router.line.pool_line.MAX_OVERTAKEN", 5)
     prefill, decode = pair()
     decode.set_load(num_free_blocks=0)
     async with running_cluster(prefill, decode) as cluster:

@@ -1,14 +1,15 @@
-"""The fair queue by itself: tenants get their shares, and the requests of each go in order."""
+"""The fair queue by itself: tenants get their shares, the requests of each go in order, and late ones last."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.line.tenant_queue import AGEING, Place
-from tests.router.queues import TENANTS, drain, make_queue, push, serve
+from router.line.tenant_queue import AGEING
+from tests.router.queues import TENANTS, Item, drain, make_queue, push, push_first, serve
 
 
 def test_higher_priority_goes_first_inside_its_tenant_only() -> None:
@@ -33,7 +34,7 @@ def test_work_before_a_request_is_that_of_the_waiting_ones_that_go_before_it() -
     first, second = push(queue, 0, work_s=1.0), push(queue, 1, work_s=2.0)
     last = push(queue, 9, work_s=4.0)
     assert queue.work_before_s(last, now_s=0.0) == 3.0
-    queue.push_first(5, number=5, work_s=8.0)
+    push_first(queue, 5, work_s=8.0)
     assert [queue.work_before_s(place, now_s=0.0) for place in (first, second, last)] == [8.0, 9.0, 11.0]
     tried = queue.pop(now_s=0.0)
     assert tried is not None
@@ -55,18 +56,10 @@ def test_other_tenants_get_their_share_first_and_no_more_than_they_wait_for() ->
     assert queue.work_before_s(mine, now_s=0.0) == 1.0 + 3 * 2.0 + 0.5
 
 
-def test_requests_that_lost_a_plan_go_before_newcomers_in_order_of_arrival() -> None:
-    queue = make_queue(a=1)
-    push(queue, 3, priority=9)
-    queue.push_first(2, number=2)
-    queue.push_first(1, number=1)
-    assert drain(queue) == [1, 2, 3]
-
-
 def test_samples_of_one_request_that_lost_a_plan_go_in_order_of_arrival() -> None:
     queue = make_queue(a=1)
     for item in (7, 5, 6):
-        queue.push_first(item, number=1)
+        push_first(queue, item, number=1)
     assert drain(queue) == [7, 5, 6]
 
 
@@ -169,6 +162,90 @@ def test_round_goes_on_with_the_tenant_that_was_served_least_by_then() -> None:
     assert tenants == ["a", "b", "b", "a"]
 
 
+# ── late requests ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("late_share", "waiting", "order"),
+    [
+        pytest.param(0.0, [{"due_s": due_s} for due_s in (1.0, 2.0, 9.0)], [2, 0, 1], id="those in time first"),
+        pytest.param(0.0, [{"due_s": 1.0, "priority": i} for i in (0, 1)], [1, 0], id="then those of higher priority"),
+        pytest.param(
+            0.0, [{"due_s": 1.0, "deadline_s": s} for s in (30.0, 10.0, 20.0)], [1, 2, 0], id="then by their deadlines"
+        ),
+        pytest.param(
+            0.1, [{"due_s": 9.0}, {"due_s": 1.0, "work_s": 60.0}], [1, 0], id="found behind one of better rank"
+        ),
+    ],
+)
+def test_order_of_late_requests(late_share: float, waiting: list[dict[str, Any]], order: list[int]) -> None:
+    queue = make_queue(late_share=late_share, a=1)
+    for number, fields in enumerate(waiting):
+        push(queue, number, **fields)
+    assert drain(queue, now_s=5.0) == order
+
+
+def test_late_request_has_all_others_and_the_late_ones_that_came_earlier_before_it() -> None:
+    queue = make_queue(a=1)
+    early, late = (push(queue, number, due_s=1.0, work_s=5.0) for number in (0, 1))
+    punctual = push(queue, 2, work_s=2.0)
+    for _ in range(2):
+        queue.restore(serve(queue, now_s=2.0))
+    assert queue.work_before_s(punctual, now_s=2.0) == 0.0
+    assert queue.work_before_s(early, now_s=2.0) == 2.0
+    assert queue.work_before_s(late, now_s=2.0) == 2.0 + 5.0
+
+
+def test_tenant_that_yields_goes_after_others_once_all_its_items_are_late() -> None:
+    queue = make_queue(a=1)
+    queue.add_tenant("yielding", weight=1.0, yields=True)
+    push(queue, 1, tenant="a")
+    queue.charge("a", 100)
+    push(queue, 2, tenant="yielding", due_s=1.0)
+    assert [place.item for place in queue.round(now_s=5.0, skipping=())] == [1, 2]
+
+
+def test_restore_keeps_a_late_one_behind_those_in_time() -> None:
+    queue = make_queue(a=1)
+    late = push(queue, 0, due_s=1.0)
+    assert queue.pop(now_s=5.0) is late
+    queue.restore(late)
+    push(queue, 1, due_s=9.0)
+    assert drain(queue, now_s=5.0) == [1, 0]
+
+
+def late_share_of_work(late_share: float, *, late_cost: float, in_time_cost: float) -> float:
+    """Return the share of the work that late requests get while there is always another one in time."""
+    queue, served = make_queue(late_share=late_share, a=1), [0.0, 0.0]
+    for number in range(0, 4000, 2):
+        push(queue, number, due_s=1.0)
+        push(queue, number + 1, due_s=90.0)
+        place = serve(queue, now_s=5.0)
+        cost = (late_cost, in_time_cost)[place.item % 2]
+        queue.grant(place, cost)
+        served[place.item % 2] += cost
+    return served[0] / sum(served)
+
+
+@pytest.mark.parametrize("late_share", [0.0, 0.02, 0.25, 1.0])
+@pytest.mark.parametrize("late_cost", [10.0, 1000.0])
+def test_late_requests_get_their_share_of_the_work_whatever_their_size(late_share: float, late_cost: float) -> None:
+    share = late_share_of_work(late_share, late_cost=late_cost, in_time_cost=100.0)
+    assert share == pytest.approx(late_share, abs=0.01)
+
+
+def test_late_ones_served_while_no_others_wait_cost_the_later_ones_no_turn() -> None:
+    queue = make_queue(late_share=0.1, a=1)
+    push(queue, 0, due_s=1.0)
+    queue.grant(serve(queue, now_s=5.0), 1000.0)
+    push(queue, 1, due_s=1.0)
+    push(queue, 2, due_s=9.0)
+    assert drain(queue, now_s=5.0) == [1, 2]
+
+
+# ── any order of operations ─────────────────────────────────────────────────────────────────────────────────────────
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Any order of operations: no item is lost or returned twice."""
 
@@ -177,7 +254,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = make_queue(**TENANTS)
-        self.places: dict[int, Place[int]] = {}
+        self.places: dict[int, Item] = {}
         self.held: set[str] = set()
         self.number = 0
 
@@ -189,7 +266,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def push_first(self) -> None:
         self.number += 1
-        self.places[self.number] = self.queue.push_first(self.number, number=self.number)
+        self.places[self.number] = push_first(self.queue, self.number)
 
     @rule(skipping=st.sets(tenants), costs=st.lists(st.integers(0, 100), min_size=1, max_size=5), skips=st.booleans())
     def serve(self, skipping: set[str], costs: list[int], skips: bool) -> None:

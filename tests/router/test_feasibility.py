@@ -48,7 +48,7 @@ def request(
 def plan(predicted_ttft_s: float | None) -> Plan:
     return Plan(
         prefill=P,
-        decode=D,
+        answering=D,
         predicted_cached_tokens=0,
         reason="",
         predicted_ttft_s=predicted_ttft_s,
@@ -120,18 +120,12 @@ def test_objective_without_time_for_the_usual_error_of_predictions_is_missed() -
 
 
 @pytest.mark.parametrize("outcome", [plan(None), plan(1e6), NO_PLAN], ids=["silent policy", "prediction", "no plan"])
-def test_estimates_refuse_no_request(outcome: Plan | Refused) -> None:
+def test_estimates_no_shedding_and_no_fleet_refuse_no_request(outcome: Plan | Refused) -> None:
     estimate = replace(TIMING, prefill=replace(TIMING.prefill, num_samples=MIN_SAMPLES - 1))
     asked = request(time_left_s=0.001, ttft_slo_s=0.001)
     assert find_hopeless(asked, outcome, view(worker(P, timing=estimate)), shed=Shed.SLO) is None
-
-
-def test_shedding_that_is_off_refuses_no_request() -> None:
-    assert find_hopeless(request(time_left_s=0.1), plan(9.0), view(worker(P)), shed=Shed.NONE) is None
-
-
-def test_empty_fleet_is_no_reason_to_give_up() -> None:
-    assert find_hopeless(request(time_left_s=0.1), NO_PLAN, fleet(), shed=Shed.SLO) is None
+    assert find_hopeless(asked, outcome, view(worker(P)), shed=Shed.NONE) is None, "shedding is off"
+    assert find_hopeless(asked, NO_PLAN, fleet(), shed=Shed.SLO) is None, "an empty fleet is no reason to give up"
 
 
 @pytest.mark.parametrize(("name", "is_refused"), [("least_load", False), ("least_load_with_forecast", True)])
@@ -142,7 +136,7 @@ def test_policy_with_forecast_refuses_what_its_own_worker_would_serve_late(name:
 
     refused = find_hopeless(asked, chosen, idle_decode, shed=Shed.SLO)
 
-    assert (chosen.prefill, chosen.decode) == (P, D)
+    assert (chosen.prefill, chosen.answering) == (P, D)
     assert (refused is not None) is is_refused
     if refused is not None:
         assert "the first token is predicted in 11.00 s" in refused.reason

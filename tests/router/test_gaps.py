@@ -49,7 +49,7 @@ def test_other_worker_takes_what_one_may_not() -> None:
     busy = worker("d1", num_decodes=2, num_sequences=2, tpot_slos=(0.020,), prefill_free_at_s=0.05)
     plan = policy("predictive").choose(request(tpot_slo_s=0.020), fleet(full, busy))
     assert isinstance(plan, Plan)
-    assert plan.decode == "d1"
+    assert plan.answering == "d1"
 
 
 def test_request_whose_objective_no_worker_can_keep_does_not_wait() -> None:

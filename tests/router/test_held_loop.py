@@ -31,7 +31,7 @@ _NUM_AT_ONCE = 400
 _NUM_LEAVING = 100
 _CONFIG = "model: {engine: fake}\nrouter: {http_port: 0, metrics_port: null, silence_s: 60}\n"
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

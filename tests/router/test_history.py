@@ -22,12 +22,12 @@ class Served:
 
     def answer(self, *, ttft_s: float, tpot_s: float) -> None:
         record = self.request()
-        with self.in_flight.following(record, "t"):
+        with self.in_flight.following(record):
             self.clock.advance(ttft_s)
             deliver(record, 0, 1)
             self.clock.advance(tpot_s)
             deliver(record, 1, 1)
-            self.recent.note(record, tenant="t")
+            self.recent.note(record)
 
 
 def deliver(record: RunningRequest, first: int, count: int) -> None:
@@ -38,7 +38,7 @@ def deliver(record: RunningRequest, first: int, count: int) -> None:
 def test_tokens_of_an_answer_that_still_runs_count_when_they_come() -> None:
     served = Served()
     record = served.request()
-    with served.in_flight.following(record, "t"):
+    with served.in_flight.following(record):
         for first in (0, 50):
             served.clock.advance(INTERVAL_S)
             deliver(record, first, 50)

@@ -35,25 +35,6 @@ def test_match_of_prefix_closed_workers_is_exact(lengths: list[int], num_blocks:
     assert index.match(blocks(*range(num_blocks))) == expected
 
 
-@given(st.sets(st.integers(0, 20)), st.integers(1, 21))
-def test_match_with_holes_is_never_too_low_and_exact_once_verified(held: set[int], num_blocks: int) -> None:
-    index = PrefixIndex()
-    store(index, A, *held)
-    exact = next((position for position in range(num_blocks) if position not in held), num_blocks)
-    hashes = blocks(*range(num_blocks))
-    matches = index.match(hashes)
-    assert matches.get(A, 0) >= exact
-    matches.verify(A)
-    assert matches.get(A, 0) == exact
-
-
-def test_expected_blocks_match_until_they_expire() -> None:
-    index = PrefixIndex()
-    index.expect(A, blocks(0, 1), expires_s=10.0)
-    assert (dict(index.match(blocks(0, 1, 2))), index.expire(9.9)) == ({A: 2}, 0)
-    assert (index.expire(10.0), dict(index.match(blocks(0, 1, 2))), index.num_blocks) == (2, {}, 0)
-
-
 def test_dropped_worker_is_scrubbed_in_slices_and_its_slot_used_again() -> None:
     index = PrefixIndex()
     store(index, A, *range(CHUNK_KEYS + 10))
@@ -211,9 +192,6 @@ def test_matches_outlive_a_change_of_the_workers() -> None:
     index.drop(A)
     store(index, B, 0)
     assert matches == {A: 1}
-
-
-A, B = WorkerId("a"), WorkerId("b")
 
 
 def test_evicted_keys_in_a_row_count_until_the_first_that_was_not() -> None:

@@ -1,12 +1,13 @@
 """Token delivery: once, in order, or not at all; the outbox of a client, and the merge window of a busy router."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import EngineFault, Refused
+from common.errors import EngineFault, Overloaded
 from common.wire import pack_tokens, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.record.budget import Budget
@@ -194,20 +195,57 @@ async def test_tokens_of_one_batch_with_log_probabilities_become_several_message
 
 async def test_client_that_does_not_read_is_noticed_and_one_that_does_holds_nothing() -> None:
     budget = Budget("tokens", most=3 * MAX_ENTRIES, most_in_all=3 * MAX_ENTRIES)
-    refusals: list[Refused] = []
-    with budget.holding(ANYBODY) as holding:
-        outbox = Outbox()
-        outbox.holding, outbox.on_overflow = holding, refusals.append
+    ends: list[bool] = []
+    outbox = Outbox()
+    with budget.holding(ANYBODY, outbox.overflow) as holding:
+        outbox.holding, outbox.on_overflow = holding, lambda: ends.append(True)
         for index in range(10 * MAX_ENTRIES):
             outbox.put_tokens([token(index)], [])
             if index % 64 == 0:
                 await outbox.get()
         assert not budget.num_held
-        while not refusals:
+        while not ends:
             outbox.put_tokens([token(index)], [])
-        assert refusals[0].is_final
+        outbox.put_tokens([token(index)], [])  # comes before the request has ended
+        outbox.close(None)
+        assert await outbox.get() is None, "what is not read is kept"
+        assert isinstance(outbox.error, Overloaded)
+        assert ends == [True]
     assert holding.grow(1) is not None  # as by bytes that come when their request is over
     assert not budget.num_held
+
+
+async def test_prompt_log_probabilities_that_are_not_read_are_bounded_until_sent() -> None:
+    budget = Budget("log-probabilities", most=3 * MAX_ENTRIES, most_in_all=3 * MAX_ENTRIES)
+    prompt = [sampling_pb2.PositionLogprobs()] * (2 * MAX_ENTRIES)
+    with budget.holding(ANYBODY) as first, budget.holding(ANYBODY) as second:
+        outbox, other = Outbox(), Outbox()
+        outbox.holding, other.holding = first, second
+        outbox.put_tokens([token(0)], [], prompt)
+        other.put_tokens([token(0)], [], prompt)
+        other.close(None)
+        assert await other.get() is None
+        assert isinstance(other.error, Overloaded)
+        message = await outbox.get()
+        assert message is not None
+        assert len(message.tokens.prompt_logprobs) == len(prompt)
+        assert budget.num_held > len(prompt), "it is being sent"
+        outbox.close(None)
+        assert await outbox.get() is None
+        assert not budget.num_held
+
+
+async def test_answer_whose_memory_goes_to_another_tenant_ends_with_the_reason() -> None:
+    budget = Budget("tokens", most=4 * MAX_ENTRIES, most_in_all=4 * MAX_ENTRIES)
+    outbox = Outbox()
+    with budget.holding(ANYBODY, outbox.overflow) as holding, budget.holding(replace(ANYBODY, name="b")) as other:
+        outbox.holding = holding
+        for index in range(4 * MAX_ENTRIES):
+            outbox.put_tokens([token(index)], [])
+        outbox.close(None)
+        assert other.grow(2 * MAX_ENTRIES) is None
+        assert await outbox.get() is None
+        assert isinstance(outbox.error, Overloaded)
 
 
 def test_window_grows_while_busy_stays_between_and_shrinks_to_nothing_when_calm() -> None:

@@ -11,8 +11,11 @@ from common.block_hash import hash_blocks
 from common.ids import RequestId
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
+from router.record.account import open_account
 from router.record.lengths import GUESSED_TOKENS, AnswerLengths
 from router.record.record import Job, RunningRequest
+from router.record.ticket import Ticket
+from router.tenants import NO_TERMS, Tenant
 from tests.clock import ManualClock
 from tests.router.fake_worker import MODEL
 
@@ -33,9 +36,11 @@ def make_job(*, num_blocks: int = 0, first: int = 0, is_chat: bool = False, **sa
 
 
 def make_record(clock: ManualClock, **fields: Any) -> RunningRequest:
-    """Return a running request on a clock; `fields` are those of `make_job`."""
-    job = make_job(**fields)
-    return RunningRequest(job, LifeCycle(job.request_id, clock), clock, deadline_s=math.inf)
+    """Return a running request of a tenant "t" on a clock; `fields` are those of `make_job`."""
+    job, now_s = make_job(**fields), clock.monotonic()
+    account = open_account(Tenant(name="t"), now_s=now_s)
+    ticket = Ticket(number=0, account=account, terms=NO_TERMS, received_s=now_s, on_close=lambda _ticket: None)
+    return RunningRequest(job, ticket, LifeCycle(job.request_id, clock), clock)
 
 
 def learn(lengths: AnswerLengths, job: Job, *num_tokens: int, tenant: str = "t") -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.errors import Overloaded
-from router.line.line import MAX_REST_S
+from router.line.pool_line import MAX_REST_S
 from router.tenants import Tenant
 from tests.router.line import A, B, Line
 

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from common.errors import EngineFault
-from router.line.asking import JUDGE_AGAIN_S
-from router.line.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
+from router.line.plan_finder import JUDGE_AGAIN_S
+from router.line.pool_line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
 from router.placement.answer_pool import AnswerPool
-from router.placement.waits import Wait
+from router.placement.waits import WaitCause
 from router.tenants import Tenant
 from tests.router.line import PATIENCE_S, REST_S, A, B, Line, turns
 
@@ -60,9 +60,9 @@ async def test_request_for_which_the_policy_raises_fails_alone() -> None:
 
 @pytest.mark.parametrize(
     ("lack", "cause"),
-    [("is_closed", Wait.DECODE_PACE), ("is_saturated", Wait.DECODE_ROOM), ("is_empty", Wait.WORKER)],
+    [("is_closed", WaitCause.DECODE_PACE), ("is_saturated", WaitCause.DECODE_ROOM), ("is_empty", WaitCause.WORKER)],
 )
-async def test_plan_says_what_its_request_waited_for_and_how_long(lack: str, cause: Wait) -> None:
+async def test_plan_says_what_its_request_waited_for_and_how_long(lack: str, cause: WaitCause) -> None:
     line = Line(num_pages=MAX_CANDIDATES + 2, gap_s=0.0)
     await line.come("at once", 1)
     assert line.waits("at once") == {}
@@ -91,8 +91,11 @@ async def test_request_waits_for_its_tenants_limit_while_that_holds_it_then_for_
     line.chooser.num_free = 2
     line.chooser.change()
     await turns()
-    assert line.waits("other") == {Wait.DECODE_ROOM: pytest.approx(5.0)}
-    assert line.waits("second") == {Wait.TENANT_LIMIT: pytest.approx(3.0), Wait.DECODE_ROOM: pytest.approx(2.0)}
+    assert line.waits("other") == {WaitCause.DECODE_ROOM: pytest.approx(5.0)}
+    assert line.waits("second") == {
+        WaitCause.TENANT_LIMIT: pytest.approx(3.0),
+        WaitCause.DECODE_ROOM: pytest.approx(2.0),
+    }
 
 
 async def test_embedding_that_finds_no_pages_waits_for_prefill_not_for_a_decode_worker() -> None:
@@ -102,7 +105,7 @@ async def test_embedding_that_finds_no_pages_waits_for_prefill_not_for_a_decode_
     line.chooser.num_free = 1
     line.chooser.change()
     await turns()
-    assert line.waits("embedding") == {Wait.PREFILL: pytest.approx(5.0)}
+    assert line.waits("embedding") == {WaitCause.PREFILL: pytest.approx(5.0)}
 
 
 async def test_requests_that_need_room_are_asked_about_again_when_some_may_be_there() -> None:
@@ -185,13 +188,6 @@ async def test_line_is_not_searched_while_no_worker_takes_anybody() -> None:
     line.clock.advance(JUDGE_AGAIN_S)
     line.chooser.change()
     assert line.chooser.asked == ["a", "a"]
-
-
-async def test_newcomer_that_fits_is_served_at_once_beside_one_that_does_not() -> None:
-    line = Line(num_pages=2)
-    await line.come("large", 3)
-    await line.come("small", 1)
-    assert line.served == {"small"}
 
 
 async def test_request_is_tried_at_every_change_of_a_worker_that_has_refused_it() -> None:

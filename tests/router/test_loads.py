@@ -80,15 +80,15 @@ def test_loads_that_are_kept_current_equal_those_added_up_anew(
     roster = Roster.of(members.values())
     for number, (name, kind, size) in enumerate(changes):
         member = members[name]
-        hold = next(iter(member.holds), None)
+        booking = next(iter(member.bookings), None)
         if kind == "report":
             member.take_report(worker_pb2.LoadReport(num_free_blocks=size, prefill_backlog_s=size), now_s=number)
         elif kind == "book":
             book(member, num_blocks=size, prefill_s=size, now_s=number)
-        elif hold is not None and kind == "prefilled":
-            member.note_prefilled(hold)
-        elif hold is not None:
-            member.remove_hold(hold)
+        elif booking is not None and kind == "prefilled":
+            member.note_prefilled(booking)
+        elif booking is not None:
+            member.remove_booking(booking)
         if number % look_every:
             continue
         roster.refresh(changed)

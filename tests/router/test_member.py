@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrelay.v1 import worker_pb2
-from router.fleet.hold import Hold
+from router.fleet.booking import WorkerBooking
 from router.fleet.member import SETTLE_S, Member
 from tests.clock import ManualClock
 from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL
@@ -36,7 +36,7 @@ def test_load_counts_a_booking_until_the_worker_says_that_its_report_includes_it
 def test_pages_kept_for_answers_grow_with_the_root_of_their_number() -> None:
     member = make_member()
     assert member.load().num_growth_blocks == 0
-    holds = [
+    bookings = [
         book(member, request_id=f"r{n}", num_decodes=1, num_growth_blocks=growth) for n, growth in enumerate([1, 5])
     ]
     assert member.load().num_growth_blocks == pytest.approx(3 * math.sqrt(2))
@@ -44,8 +44,8 @@ def test_pages_kept_for_answers_grow_with_the_root_of_their_number() -> None:
     # Answers of other routers, which only the report counts, grow like this router's.
     member.take_report(worker_pb2.LoadReport(num_running=9), ["r0", "r1"], now_s=0.0)
     assert member.load().num_growth_blocks == pytest.approx(9)
-    for hold in holds:
-        member.remove_hold(hold)
+    for booking in bookings:
+        member.remove_booking(booking)
     assert member.load().num_growth_blocks == 0
 
 
@@ -53,11 +53,11 @@ def test_booking_takes_free_slots_and_its_objective_counts_while_it_lasts() -> N
     member = make_member()
     assert (member.load().num_free_slots, member.load().tpot_slos) == (math.inf, ())  # it has not told its limit
     member.take_report(worker_pb2.LoadReport(num_free_slots=3, num_free_blocks=9), now_s=0.0)
-    holds = [book(member, num_decodes=2, tpot_slo_s=slo_s) for slo_s in (0.05, 0.05, math.inf)]
+    bookings = [book(member, num_decodes=2, tpot_slo_s=slo_s) for slo_s in (0.05, 0.05, math.inf)]
     assert (member.load().num_free_slots, member.load().tpot_slos) == (0, (0.05,))
-    member.remove_hold(holds[0])
+    member.remove_booking(bookings[0])
     assert (member.load().num_free_slots, member.load().tpot_slos) == (0, (0.05,))
-    member.remove_hold(holds[1])
+    member.remove_booking(bookings[1])
     assert (member.load().num_free_slots, member.load().tpot_slos) == (1, ())
 
 
@@ -70,13 +70,13 @@ def test_load_counts_no_booking_for_long_without_a_word() -> None:
 
 def test_new_epoch_voids_the_bookings_of_the_old_one() -> None:
     member = make_member()
-    hold = book(member)
+    booking = book(member)
     member.begin_life(make_facts(num_blocks=10, epoch=2))
     member.take_report(worker_pb2.LoadReport(num_free_blocks=10), now_s=0.0)
     load = member.load()
     assert (load.num_free_blocks, load.num_active_blocks, member.num_users) == (10, 0, 1)
-    member.note_prefilled(hold)
-    member.remove_hold(hold)
+    member.note_prefilled(booking)
+    member.remove_booking(booking)
     assert (member.load().num_active_blocks, member.num_users) == (0, 0)
 
 
@@ -96,10 +96,10 @@ def test_prefill_wait_of_a_booking_on_an_idle_worker_runs_from_the_booking() -> 
 
 def test_first_token_ends_the_prefill_of_a_booking_that_no_report_has_shown() -> None:
     member = make_member()
-    hold = book(member, now_s=1.0, prefill_s=5.0, num_prompt_tokens=8, num_missing_tokens=6)
+    booking = book(member, now_s=1.0, prefill_s=5.0, num_prompt_tokens=8, num_missing_tokens=6)
     assert prompt_tokens(member) == (6, 8, 6)
     for _ in range(2):
-        member.note_prefilled(hold)
+        member.note_prefilled(booking)
     assert prompt_tokens(member) == (0, 0, 0)
     assert (member.load().prefill_wait_s(1.0), member.load().num_active_requests) == (0.0, 1)
 
@@ -143,7 +143,7 @@ class LaggingReports(RuleBasedStateMachine):
         self.member = make_member(num_blocks=_NUM_BLOCKS)
         self.member.take_report(worker_pb2.LoadReport(num_free_blocks=_NUM_BLOCKS), now_s=0.0)
         self.worker = _Worker()
-        self.holds: dict[int, Hold] = {}
+        self.bookings: dict[int, WorkerBooking] = {}
         self.num_booked = 0
 
     @precondition(lambda self: self.num_booked < _NUM_REQUESTS)
@@ -151,7 +151,7 @@ class LaggingReports(RuleBasedStateMachine):
     def book(self, num_missing: int) -> None:
         i = self.num_booked
         self.num_booked += 1
-        self.holds[i] = book(
+        self.bookings[i] = book(
             self.member,
             num_blocks=4**i,
             now_s=self.clock.monotonic(),
@@ -160,10 +160,10 @@ class LaggingReports(RuleBasedStateMachine):
             num_missing_tokens=num_missing,
         )
 
-    @precondition(lambda self: self.holds.keys() - self.worker.held)
+    @precondition(lambda self: self.bookings.keys() - self.worker.held)
     @rule(data=st.data())
     def worker_accepts(self, data: st.DataObject) -> None:
-        i = data.draw(st.sampled_from(sorted(self.holds.keys() - self.worker.held)))
+        i = data.draw(st.sampled_from(sorted(self.bookings.keys() - self.worker.held)))
         if f"r{i}" not in self.worker.news and not any(f"r{i}" in r.accepted for r in self.worker.stream):
             self.worker.held.add(i)
             self.worker.news.append(f"r{i}")
@@ -188,16 +188,16 @@ class LaggingReports(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
-    @precondition(lambda self: self.holds)
+    @precondition(lambda self: self.bookings)
     @rule(data=st.data())
     def first_token_comes(self, data: st.DataObject) -> None:
-        self.member.note_prefilled(self.holds[data.draw(st.sampled_from(sorted(self.holds)))])
+        self.member.note_prefilled(self.bookings[data.draw(st.sampled_from(sorted(self.bookings)))])
 
-    @precondition(lambda self: self.holds)
+    @precondition(lambda self: self.bookings)
     @rule(data=st.data())
     def request_ends(self, data: st.DataObject) -> None:
-        i = data.draw(st.sampled_from(sorted(self.holds)))
-        self.member.remove_hold(self.holds.pop(i))
+        i = data.draw(st.sampled_from(sorted(self.bookings)))
+        self.member.remove_booking(self.bookings.pop(i))
         self.worker.held.discard(i)
 
     @invariant()
@@ -205,17 +205,17 @@ class LaggingReports(RuleBasedStateMachine):
         counted = _NUM_BLOCKS - self.member.load().num_free_blocks
         for i in range(_NUM_REQUESTS):
             times = counted // 4**i % 4
-            assert times == 1 if i in self.holds else times <= 1, (i, times)
+            assert times == 1 if i in self.bookings else times <= 1, (i, times)
 
     @invariant()
     def sums_over_bookings_are_what_a_count_would_give(self) -> None:
-        load, holds = self.member.load(), self.holds.values()
-        waiting = [hold for hold in holds if not hold.is_prefilled]
-        assert load.num_active_requests == len(holds)
-        assert load.num_active_blocks == sum(hold.num_blocks for hold in holds)
+        load, bookings = self.member.load(), self.bookings.values()
+        waiting = [booking for booking in bookings if not booking.is_prefilled]
+        assert load.num_active_requests == len(bookings)
+        assert load.num_active_blocks == sum(booking.num_blocks for booking in bookings)
         assert load.num_active_prefills == len(waiting)
-        assert load.num_active_prefill_tokens == sum(hold.num_prompt_tokens for hold in waiting)
-        assert load.num_active_missing_tokens == sum(hold.num_missing_tokens for hold in waiting)
+        assert load.num_active_prefill_tokens == sum(booking.num_prompt_tokens for booking in waiting)
+        assert load.num_active_missing_tokens == sum(booking.num_missing_tokens for booking in waiting)
 
 
 TestLaggingReports = LaggingReports.TestCase

@@ -18,7 +18,7 @@ from router.placement.answer_pool import AnswerPool
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan
 from router.placement.policies.registry import POLICIES
-from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
+from tests.router.fleets import TIMING, choose, fleet, policy, prefill_fleet, request, worker
 
 NAMES = sorted(REPLAY_POLICIES)
 OWN_THRESHOLD = {"llm_d"}
@@ -59,9 +59,9 @@ def test_policy_without_decode_worker_refuses(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_policy_plans_an_embedding_on_a_worker_of_the_prefill_pool_or_refuses(name: str) -> None:
     wanted = request(pool=AnswerPool.PREFILL, num_output_tokens=0)
-    plan = choose(policy(name), wanted, fleet(worker("p0"), worker("p1"), worker("d0")).of_prefill_pool())
-    assert (plan.decode in {"p0", "p1"}, plan.prefill) == (True, None)
-    refusal = policy(name).choose(wanted, fleet(worker("d0")).of_prefill_pool())
+    plan = choose(policy(name), wanted, prefill_fleet(worker("p0"), worker("p1")))
+    assert (plan.answering in {"p0", "p1"}, plan.prefill) == (True, None)
+    refusal = policy(name).choose(wanted, prefill_fleet())
     assert isinstance(refusal, Refused)
     assert "no prefill worker is available" in refusal.reason
 
@@ -102,7 +102,7 @@ def test_policy_at_the_local_threshold(name: str, num_tokens: int, kind: PlanKin
 @pytest.mark.parametrize("cached", [{}, {"p0": 10}])
 def test_policy_with_one_worker_per_pool_takes_them(name: str, cached: dict[str, int]) -> None:
     plan = choose(policy(name), request(cached=cached), fleet(worker("p0"), worker("d0")))
-    assert (plan.prefill, plan.decode) == ("p0", "d0")
+    assert (plan.prefill, plan.answering) == ("p0", "d0")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,7 +116,7 @@ def test_policy_explains_its_choice_before_the_others(name: str) -> None:
     view = fleet(worker("p0"), worker("p1"), worker("d0"), worker("d1"))
     plan = choose(policy(name), request(cached={"p1": 5, "d1": 5}), view)
     candidates = plan.candidates()
-    assert (candidates[0].prefill, candidates[0].decode) == (plan.prefill, plan.decode)
+    assert (candidates[0].prefill, candidates[0].answering) == (plan.prefill, plan.answering)
     assert len(set(map(repr, candidates))) == len(candidates) <= plan.num_candidates
 
 
@@ -188,7 +188,7 @@ def check_choice(plan: Plan | Refused, wanted: PlacementRequest, view: FleetView
         assert plan.retry_after_s > 0
         assert "for a token" in plan.reason or not _has_room(wanted, view)
         return
-    assert plan.decode in {each.worker_id for each in view.decode if _fits(wanted, each)}
+    assert plan.answering in {each.worker_id for each in view.decode if _fits(wanted, each)}
     assert (plan.prefill is None) == (plan.kind is PlanKind.LOCAL)
     if plan.prefill is not None:
         prefill = next(each for each in view.prefill if each.worker_id == plan.prefill)

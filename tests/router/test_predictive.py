@@ -13,7 +13,7 @@ from common.errors import Refused
 from common.ids import WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
 from common.wire_names import PlanKind
-from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, Policy, Pull
+from router.placement.plans import FleetView, PlacementRequest, Plan, Policy, Pull, RetainedOn
 from tests.router import fleets
 from tests.router.fleets import worker
 
@@ -83,7 +83,7 @@ def test_one_cached_block_is_not_worth_a_pull() -> None:
 
 def test_decode_worker_with_fewer_sequences_is_chosen() -> None:
     plan = choose(request(500), fleet(load("p0"), load("d0", num_decodes=5), load("d1", num_decodes=4)))
-    assert plan.decode == "d1"
+    assert plan.answering == "d1"
     assert plan.predicted_tpot_s == pytest.approx(0.025)
 
 
@@ -91,7 +91,7 @@ def test_newcomer_avoids_the_batch_whose_gap_objective_it_would_break() -> None:
     # d0 would go from 29 to 30 ms with an objective of 30: all its sequences would be at risk.
     crowded, remote = load("d0", num_decodes=9), load("d1", num_decodes=4, prefill_free_at_s=0.3)
     view = fleet(crowded, remote)
-    assert choose(request(50, tpot_slo_s=0.030, ttft_slo_s=1.0), view).decode == "d1"
+    assert choose(request(50, tpot_slo_s=0.030, ttft_slo_s=1.0), view).answering == "d1"
 
 
 def test_short_suffix_stays_on_the_decode_worker_that_has_the_rest() -> None:
@@ -107,7 +107,7 @@ def test_long_prompt_is_not_computed_on_a_decode_worker_beside_prefill_workers()
 
 def test_fleet_without_prefill_workers_decodes_where_it_computes() -> None:
     plan = choose(request(1001, {"d1": 9}), fleet(load("d0"), load("d1")))
-    assert (plan.kind, plan.decode, plan.prefill) == (PlanKind.LOCAL, "d1", None)
+    assert (plan.kind, plan.answering, plan.prefill) == (PlanKind.LOCAL, "d1", None)
 
 
 def test_prompt_that_would_wait_too_long_stays_in_line_and_says_when_to_ask_again() -> None:
@@ -117,12 +117,6 @@ def test_prompt_that_would_wait_too_long_stays_in_line_and_says_when_to_ask_agai
     assert refused.retry_after_s == pytest.approx(1.5)
 
 
-def test_prompt_is_refused_for_now_when_no_decode_worker_has_its_pages() -> None:
-    refused = policy().choose(request(1001), fleet(load("p0"), load("d0", num_free_blocks=10)))
-    assert isinstance(refused, Refused)
-    assert "11 free pages" in refused.reason
-
-
 def test_new_prompts_are_kept_on_both_sides_in_turn_and_old_ones_where_they_are() -> None:
     view = fleet(load("p0"), load("d0"))
     ours = policy()
@@ -130,17 +124,17 @@ def test_new_prompts_are_kept_on_both_sides_in_turn_and_old_ones_where_they_are(
     for _ in range(4):
         plan = ours.choose(request(1001), view)
         assert isinstance(plan, Plan)
-        keepers.append(plan.keeper)
-    assert sorted(keeper.value for keeper in keepers) == ["decode", "decode", "prefill", "prefill"]
-    assert choose(request(1001, {"d0": 9}), view).keeper is Keeper.DECODE
-    assert choose(request(1001, {"p0": 9}), view).keeper is Keeper.PREFILL
+        keepers.append(plan.retained_on)
+    assert sorted(retained_on.value for retained_on in keepers) == ["decode", "decode", "prefill", "prefill"]
+    assert choose(request(1001, {"d0": 9}), view).retained_on is RetainedOn.DECODE
+    assert choose(request(1001, {"p0": 9}), view).retained_on is RetainedOn.PREFILL
 
 
 def test_candidates_tell_every_term_and_the_chosen_one_first() -> None:
     plan = choose(request(1001, {"p0": 8}), fleet(load("p0"), load("p1"), load("d0"), load("d1", num_decodes=3)))
     candidates = plan.candidates()
     assert len(candidates) == plan.num_candidates == 4
-    assert (candidates[0].prefill, candidates[0].decode) == (plan.prefill, plan.decode)
+    assert (candidates[0].prefill, candidates[0].answering) == (plan.prefill, plan.answering)
     for candidate in candidates:
         assert sum(candidate.terms.values()) == pytest.approx(candidate.cost)
     assert [c.cost for c in candidates] == sorted(c.cost for c in candidates)
@@ -171,7 +165,7 @@ def test_in_a_large_fleet_the_free_and_the_warm_worker_are_still_found() -> None
     decodes = [load(f"d{i}", num_decodes=9) for i in range(100)]
     free, idle = load("p-free"), load("d-idle")
     plan = choose(request(1001), fleet(*crowd, free, *decodes, idle))
-    assert (plan.prefill, plan.decode) == ("p-free", "d-idle")
+    assert (plan.prefill, plan.answering) == ("p-free", "d-idle")
     warm = load("p-warm", prefill_free_at_s=5.1, timing=far)
     plan = choose(request(50_001, {"p-warm": 499}), fleet(*crowd, warm, *decodes, idle))
     assert plan.prefill == "p-warm"

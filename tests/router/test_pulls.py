@@ -24,7 +24,7 @@ class PullingPolicy:
 
 REMOTE = Plan(
     prefill=WorkerId("p0"),
-    decode=WorkerId("d0"),
+    answering=WorkerId("d0"),
     predicted_cached_tokens=8,
     reason="for the test",
     pull=Pull(source=WorkerId("p1"), num_blocks=2),

@@ -19,7 +19,7 @@ from common.errors import (
 from common.ids import WorkerId, mint_epoch
 from kvrelay.v1 import inference_pb2
 from router.choosing.chooser import Chooser, Search
-from router.fleet.decisions import Booking
+from router.fleet.booking import Booking
 from router.record.crash_budget import Losses
 from tests.router.fake_worker import (
     DECODE,

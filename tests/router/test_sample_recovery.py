@@ -1,9 +1,13 @@
 """Answers with several samples, beams or prompt logprobs whose worker fails: all is complete, nothing comes twice."""
 
+import pytest
+
 from common.errors import EngineFault, WorkerLost
 from kvrelay.v1 import sequence_pb2
 from tests.router.fake_worker import answer, sent_output, trio
 from tests.router.fakes import TestCluster, make_request, prompt_of, running_cluster
+
+_BEAMS = sequence_pb2.BeamState(live=[sequence_pb2.Beam(tokens=bytes(8), score=-1.5)])
 
 
 async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None:
@@ -23,35 +27,30 @@ async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None
         await cluster.until_idle()
 
 
-async def test_beams_and_decode_dies_then_all_begin_again_and_nothing_comes_twice() -> None:
+@pytest.mark.parametrize(
+    ("gate", "known"),
+    [
+        pytest.param("token 3", None, id="all begin again"),
+        pytest.param("token 1", _BEAMS, id="all go on from where they were"),
+    ],
+)
+async def test_beams_and_decode_dies_then_nothing_comes_twice(gate: str, known: sequence_pb2.BeamState | None) -> None:
     prefill, first, second = trio()
-    first.gates.close("token 3")
+    first.beams = known
+    first.gates.close(gate)
     request = make_request(10, n=2)
     request.sampling.use_beam_search = True
     async with running_cluster(prefill, first, second) as cluster:
-        generating = await cluster.start(request, first, "token 3")
+        generating = await cluster.start(request, first, gate)
         await first.die()
         reply = await generating
         assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
         (again,) = [worker_request.sequence for worker_request in second.requests]
-        assert (again.first_sample_index, again.sampling.n, sent_output(again)) == (0, 2, [])
-        assert not again.HasField("beams")
-        await cluster.until_idle()
-
-
-async def test_beams_whose_state_is_known_go_on_from_there() -> None:
-    prefill, first, second = trio()
-    first.beams = sequence_pb2.BeamState(live=[sequence_pb2.Beam(tokens=bytes(8), score=-1.5)])
-    first.gates.close("token 1")
-    request = make_request(10, n=2)
-    request.sampling.use_beam_search = True
-    async with running_cluster(prefill, first, second) as cluster:
-        generating = await cluster.start(request, first, "token 1")
-        await first.die()
-        reply = await generating
-        assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
-        assert [r.sequence.beams for r in second.requests] == [first.beams]
+        assert (again.first_sample_index, again.sampling.n) == (0, 2)
+        assert known or not sent_output(again)
+        assert (again.beams if again.HasField("beams") else None) == known
         assert not any(r.sequence.HasField("beams") for r in prefill.requests)
+        await cluster.until_idle()
 
 
 async def test_two_samples_before_the_first_token_are_planned_again_together(cluster: TestCluster) -> None:

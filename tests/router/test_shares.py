@@ -13,13 +13,13 @@ from common.config import RouterConfig
 from common.errors import Overloaded
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
-from router.choosing.chooser import Search
 from router.choosing.shedding import Shed
-from router.line.line import MAX_OVERTAKEN
+from router.fleet.booking import STAY_S
+from router.line.pool_line import MAX_OVERTAKEN
+from router.line.wait import Standing, Wait
 from router.parts import build_router
 from router.placement.plans import PlacementRequest
-from router.placement.running import STAY_S, RunningAnswer
-from router.record.ticket import QueuedRequest, Ticket
+from router.record.ticket import Ticket
 from router.tenants import Tenant, Terms
 from tests.clock import ManualClock
 from tests.router.fleets import TIMING
@@ -139,32 +139,26 @@ class Pool:
             num_output_tokens=request.num_output_tokens,
             deadline_s=request.deadline_s,
         )
-        queued = QueuedRequest(
+        wait = Wait(
             ticket=request.ticket,
-            search=Search(request=wanted, shed=Shed.DEADLINE),
-            deadline_s=self.clock.monotonic() + 1e6,
-            is_set_back=request.num_set_back > 0,
+            request=wanted,
+            shed=Shed.DEADLINE,
+            patience_ends_s=self.clock.monotonic() + 1e6,
+            standing=Standing.of(request.ticket, is_set_back=request.num_set_back > 0),
         )
-        with await self.router.line.place(queued) as booking:
+        with await self.router.line.place(wait) as booking:
             request.is_running = True
-            computes = booking.prefill or booking.decode
+            computes = booking.prefill or booking.answering
             computes.member.note_prefilled(computes)
             try:
-                async with asyncio.timeout(None) as running:
-                    booking.answer = RunningAnswer(
-                        tenant=request.tenant.name,
-                        number=request.ticket.number,
-                        num_places=request.num_samples,
-                        began_s=self.clock.monotonic(),
-                        num_set_back=request.num_set_back,
-                        count_blocks=lambda: request.num_blocks,
-                        running=running,
-                    )
+                booking.number, booking.num_set_back = request.ticket.number, request.num_set_back
+                booking.count_blocks = lambda: request.num_blocks
+                async with asyncio.timeout(None) as booking.running:
                     await request.end.wait()
             except TimeoutError:
                 request.num_set_back += 1
             finally:
-                booking.answer, request.is_running = None, False
+                booking.running, request.is_running = None, False
 
 
 @pytest_asyncio.fixture

@@ -16,7 +16,7 @@ from tests.router.fleets import choose, costs, decode_chosen, fleet, policy, req
 def test_random_reaches_every_worker_and_repeats_with_its_seed() -> None:
     equal = fleet(worker("d0"), worker("d1"), worker("d2"))
     policies = policy("random", seed=7), policy("random", seed=7)
-    first, second = ([choose(each, request(), equal).decode for _ in range(60)] for each in policies)
+    first, second = ([choose(each, request(), equal).answering for _ in range(60)] for each in policies)
     assert first == second
     assert set(first) == {"d0", "d1", "d2"}
 
@@ -26,19 +26,19 @@ def test_round_robin_takes_each_pool_in_turn() -> None:
     chosen = policy("round_robin")
     plans = [choose(chosen, request(cached={"p0": 9}), equal) for _ in range(6)]
     assert [plan.prefill for plan in plans] == ["p0", "p1", "p2"] * 2
-    assert [plan.decode for plan in plans] == ["d0", "d1"] * 3
+    assert [plan.answering for plan in plans] == ["d0", "d1"] * 3
 
 
 def test_round_robin_without_a_prefill_worker_keeps_its_turn() -> None:
     chosen = policy("round_robin")
     assert isinstance(chosen.choose(request(), fleet(worker("d0"), worker("d1"), num_prefill=1)), Refused)
-    assert choose(chosen, request(), fleet(worker("p0"), worker("d0"), worker("d1"))).decode == "d0"
+    assert choose(chosen, request(), fleet(worker("p0"), worker("d0"), worker("d1"))).answering == "d0"
 
 
 def test_power_of_two_never_takes_the_fullest_and_often_not_the_emptiest() -> None:
     view = fleet(worker("d0", free=900), worker("d1", free=500), worker("d2", free=100))
     chosen = policy("power_of_two", seed=1)
-    counts = Counter(str(choose(chosen, request(), view).decode) for _ in range(300))
+    counts = Counter(str(choose(chosen, request(), view).answering) for _ in range(300))
     # d0 wins two of the three possible draws, d1 the third.
     assert counts["d2"] == 0
     assert 150 < counts["d0"] < 250
@@ -56,7 +56,7 @@ def test_least_load_adds_drain_time_and_kv_pressure() -> None:
             worker("d2", free=800, num_pending_prefill_tokens=200),
         ),
     )
-    assert plan.decode == "d2"
+    assert plan.answering == "d2"
     assert costs(plan) == pytest.approx({"d0": 0.15, "d1": 0.15, "d2": 0.1375})
 
 

@@ -205,11 +205,6 @@ def test_encode_chat_of_a_bad_conversation_raises_invalid_request_naming_the_fie
     assert raised.value.field == field
 
 
-def test_encode_chat_when_the_template_refuses_repeats_its_reason(codec: TextCodec) -> None:
-    with pytest.raises(InvalidRequest, match="roles must alternate, not user"):
-        codec.encode_chat_now(Conversation.plain([("user", "x"), ("user", "y")]), rendered_unix_s=NOW_UNIX_S)
-
-
 def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequest, match="character 2 ") as raised:
         codec.encode_now("ab\ud83d")

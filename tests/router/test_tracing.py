@@ -16,6 +16,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from router.fleet.decisions import DecisionRecord
 from router.observe.tracing import RequestTraces
 from router.placement.plans import Plan
+from router.requests.attempt import AttemptOutcome
 from router.tenants import ANYBODY
 from tests.clock import ManualClock
 from tests.common.test_tracing import HEADER, PLACE, Kept
@@ -32,9 +33,28 @@ def traced(cluster: TestCluster, config: TracingConfig = ALL) -> Kept:
     return kept
 
 
+async def traced_root(cluster: TestCluster, kept: Kept) -> Span:
+    """Wait for the end of all requests; return the one span that has no parent here."""
+    await cluster.until_idle()
+    contexts = {span.context for span in kept.spans}
+    (root,) = [span for span in kept.spans if span.parent not in contexts]
+    return root
+
+
+def attempts_in(kept: Kept) -> list[Span]:
+    return [span for span in kept.spans if span.name == "attempt"]
+
+
+def new_traces(config: TracingConfig = ALL) -> tuple[RequestTraces, Kept, ManualClock]:
+    kept, clock = Kept(), ManualClock()
+    traces = RequestTraces(clock)
+    traces.record_to(kept, config)
+    return traces, kept, clock
+
+
 def decision_on(life: LifeCycle, *, decided_s: float, **fields: Any) -> DecisionRecord:
-    plan = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="")
-    return DecisionRecord(request_id=life.request_id, num_tokens=8, plan=plan, decided_s=decided_s, **fields)
+    plan = Plan(answering=WorkerId("d0"), predicted_cached_tokens=0, reason="")
+    return DecisionRecord(request_id=life.request_id, tenant="", num_tokens=8, plan=plan, decided_s=decided_s, **fields)
 
 
 def names_below(spans: list[Span], parent: Span) -> list[str]:
@@ -42,15 +62,9 @@ def names_below(spans: list[Span], parent: Span) -> list[str]:
     return [span.name for span in sorted(found, key=lambda span: span.start_s)]
 
 
-def roots(spans: list[Span]) -> list[Span]:
-    contexts = {span.context for span in spans}
-    return [span for span in spans if span.parent not in contexts]
-
-
 @pytest.mark.parametrize("rate", [0.0, 0.25, 1.0])
 def test_share_of_requests_that_is_traced_is_the_configured_one(rate: float) -> None:
-    traces = RequestTraces(ManualClock())
-    traces.record_to(Kept(), TracingConfig(sample_rate=rate))
+    traces, _kept, _clock = new_traces(TracingConfig(sample_rate=rate))
     begun = [
         traces.begin(LifeCycle(RequestId(f"r{number}"), ManualClock()), ANYBODY, "") is not NO_STAGES
         for number in range(4000)
@@ -59,9 +73,7 @@ def test_share_of_requests_that_is_traced_is_the_configured_one(rate: float) -> 
 
 
 def test_client_that_asks_for_every_trace_gets_its_minutes_worth() -> None:
-    clock = ManualClock()
-    traces = RequestTraces(clock)
-    traces.record_to(Kept(), TracingConfig(sample_rate=0.0, client_traces_per_min=6))
+    traces, _kept, clock = new_traces(TracingConfig(sample_rate=0.0, client_traces_per_min=6))
 
     def num_traced() -> int:
         lives = [LifeCycle(RequestId(f"r{clock.monotonic()}-{number}"), clock) for number in range(100)]
@@ -74,9 +86,7 @@ def test_client_that_asks_for_every_trace_gets_its_minutes_worth() -> None:
 
 
 def test_client_that_forbids_tracing_is_sampled_like_all_others() -> None:
-    kept, clock = Kept(), ManualClock()
-    traces = RequestTraces(clock)
-    traces.record_to(kept, ALL)
+    traces, kept, clock = new_traces()
     life = LifeCycle(RequestId("r"), clock)
     assert traces.begin(life, ANYBODY, HEADER[:-1] + "0") is not NO_STAGES
     life.advance(State.FAILED)
@@ -88,11 +98,8 @@ async def test_trace_of_a_client_goes_on_at_the_router_and_at_both_workers(clust
     kept = traced(cluster, NONE)
     await cluster.read(cluster.inference.Generate(make_request(), metadata=(("traceparent", HEADER),)), Reply())
     await cluster.generate(make_request())  # asks for nothing, and the rate is 0
-    await cluster.until_idle()
-
-    (root,) = roots(kept.spans)
-    assert root.parent == PLACE
-    (attempt,) = [span for span in kept.spans if span.name == "attempt"]
+    assert (await traced_root(cluster, kept)).parent == PLACE
+    (attempt,) = attempts_in(kept)
     for worker in (cluster.prefill, cluster.decode):
         first, second = (request.sequence.traceparent for request in worker.requests)
         assert (parse_traceparent(first), second) == (attempt.context, "")
@@ -102,8 +109,7 @@ async def test_names_of_a_request_are_those_of_the_conventions_for_generative_ai
     registry = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
     kept = traced(cluster)
     await cluster.generate(make_request())
-    await cluster.until_idle()
-    (root,) = roots(kept.spans)
+    root = await traced_root(cluster, kept)
     known = {value for value in vars(registry).values() if isinstance(value, str)}
     names = {name for name in root.attributes if name.startswith("gen_ai.")}
     assert len(names) > 10
@@ -115,8 +121,7 @@ async def test_trace_of_an_http_client_goes_on() -> None:
     async with http_cluster(*pair()) as http:
         kept = traced(http.cluster, NONE)
         await fetch(http.port, "POST", COMPLETIONS, body_of(), traceparent=HEADER)
-        await http.cluster.until_idle()
-    (root,) = roots(kept.spans)
+        root = await traced_root(http.cluster, kept)
     assert root.parent == PLACE
     assert names_below(kept.spans, root) == ["door", "tokenize", "line", "choice", "attempt"]
 
@@ -125,8 +130,7 @@ async def test_prompt_that_is_too_long_shows_where_it_was_refused(cluster: TestC
     kept = traced(cluster)
     with pytest.raises(PromptTooLong):
         await cluster.generate(make_request(1 << 17))
-    await cluster.until_idle()
-    (root,) = roots(kept.spans)
+    root = await traced_root(cluster, kept)
     assert (root.name, root.error) == ("request", "PromptTooLong")
     assert names_below(kept.spans, root) == ["door", "tokenize"]
 
@@ -147,7 +151,7 @@ async def test_attempt_that_fails_before_its_first_call_keeps_its_error(
     with pytest.raises(WorkerLost, match="are gone"):
         await cluster.generate(make_request())
     await cluster.until_idle()
-    (attempt,) = [span for span in kept.spans if span.name == "attempt"]
+    (attempt,) = attempts_in(kept)
     assert attempt.error == "WorkerLost"
     assert names_below(kept.spans, attempt) == []
 
@@ -160,15 +164,14 @@ async def test_every_worker_that_refuses_is_an_attempt_of_its_own() -> None:
         kept = traced(cluster)
         await cluster.generate(make_request())
         await cluster.until_idle()
-    attempts = [span for span in kept.spans if span.name == "attempt"]
+    attempts = attempts_in(kept)
     assert [span.error for span in attempts] == ["Overloaded", "Overloaded", ""]
     assert [span.links for span in attempts] == [(), (attempts[0].context,), (attempts[1].context,)]
 
 
 def test_request_that_finds_no_second_worker_shows_its_last_wait() -> None:
-    kept, clock = Kept(), ManualClock()
-    traces, life = RequestTraces(clock), LifeCycle(RequestId("r"), clock)
-    traces.record_to(kept, ALL)
+    traces, kept, clock = new_traces()
+    life = LifeCycle(RequestId("r"), clock)
     traces.begin(life, ANYBODY, "").enter("line")
     clock.advance(1.0)
     decision = decision_on(life, decided_s=1.0, decision_s=0.25)
@@ -181,7 +184,7 @@ def test_request_that_finds_no_second_worker_shows_its_last_wait() -> None:
     life.advance(State.FAILED)
     traces.end(life, "WorkerLost")
 
-    (root,) = roots(kept.spans)
+    (root,) = [span for span in kept.spans if span.name == "request"]
     below = sorted((span for span in kept.spans if span.parent == root.context), key=lambda span: span.start_s)
     assert [(span.name, span.start_s, span.end_s) for span in below] == [
         ("door", 0.0, 0.0),
@@ -192,10 +195,21 @@ def test_request_that_finds_no_second_worker_shows_its_last_wait() -> None:
     ]
 
 
+@pytest.mark.parametrize("outcome", AttemptOutcome)
+def test_attempt_after_which_the_answer_goes_on_is_no_failure(outcome: AttemptOutcome) -> None:
+    traces, kept, clock = new_traces()
+    life = LifeCycle(RequestId("r"), clock)
+    traces.begin(life, ANYBODY, "").enter("line")
+    with traces.attempt(life, decision_on(life, decided_s=0.0, ended=outcome.value)):
+        life.advance(State.RESERVING)
+    life.advance(State.FAILED)
+    traces.end(life, "WorkerLost")
+    assert [span.error for span in attempts_in(kept)] == [""]
+
+
 def test_samples_that_go_on_separately_link_to_their_own_attempts() -> None:
-    kept, clock = Kept(), ManualClock()
-    traces, shared = RequestTraces(clock), LifeCycle(RequestId("r"), clock)
-    traces.record_to(kept, ALL)
+    traces, kept, clock = new_traces()
+    shared = LifeCycle(RequestId("r"), clock)
     traces.begin(shared, ANYBODY, "").enter("line")
 
     @contextmanager
@@ -221,16 +235,15 @@ def test_samples_that_go_on_separately_link_to_their_own_attempts() -> None:
     shared.advance(State.FAILED)
     traces.end(shared, "WorkerLost")
 
-    attempts = {span.attributes["kvrelay.attempt"]: span for span in kept.spans if span.name == "attempt"}
+    attempts = {span.attributes["kvrelay.attempt"]: span for span in attempts_in(kept)}
     number_of = {span.context: number for number, span in attempts.items()}
     links = {number: [number_of[link] for link in span.links] for number, span in attempts.items()}
     assert links == {1: [], 2: [1], 3: [1], 4: [2], 5: [3]}
 
 
 def test_first_line_ends_with_the_first_choice_when_another_sample_ends_before() -> None:
-    kept, clock = Kept(), ManualClock()
-    traces, first = RequestTraces(clock), LifeCycle(RequestId("r"), clock)
-    traces.record_to(kept, ALL)
+    traces, kept, clock = new_traces()
+    first = LifeCycle(RequestId("r"), clock)
     traces.begin(first, ANYBODY, "").enter("line")  # an answer that another router began: separate from the start
     second = LifeCycle(RequestId("r"), clock)
     clock.advance(1.0)
@@ -259,11 +272,10 @@ async def test_choice_shows_what_each_option_would_have_cost() -> None:
 async def test_embedding_is_traced_without_an_answer(cluster: TestCluster) -> None:
     kept = traced(cluster)
     await cluster.embed(pb.EmbedRequest(token_ids=pb.TokenIds(ids=prompt_of(10))))
-    await cluster.until_idle()
-    (root,) = roots(kept.spans)
+    root = await traced_root(cluster, kept)
     assert root.name.startswith("embeddings ")
     assert root.attributes["gen_ai.usage.input_tokens"] == 10
-    (attempt,) = [span for span in kept.spans if span.name == "attempt"]
+    (attempt,) = attempts_in(kept)
     assert attempt.attributes["kvrelay.prefill"] == "p0"
     assert "kvrelay.decode" not in attempt.attributes
     assert "gen_ai.usage.output_tokens" not in root.attributes
@@ -280,8 +292,7 @@ def exemplars(cluster: TestCluster) -> dict[str, dict[str, str]]:
 async def test_metrics_lead_to_the_traces_of_sampled_requests(cluster: TestCluster) -> None:
     kept = traced(cluster)
     await cluster.generate(make_request())
-    await cluster.until_idle()
-    (root,) = roots(kept.spans)
+    root = await traced_root(cluster, kept)
     assert exemplars(cluster) == {
         f"kvrelay_{name}_seconds_bucket": {"trace_id": f"{root.context.trace_id:032x}"}
         for name in ("ttft", "e2e", "queue", "prefill", "transfer", "tpot")

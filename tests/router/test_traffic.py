@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -13,8 +13,8 @@ from router.observe import traffic
 from router.observe.traffic import MAX_RECORDINGS, TrafficRecordings
 from router.record.record import RunningRequest
 from tests.clock import ManualClock
-from tests.router.fake_worker import BLOCK_SIZE, TIMEOUT_S, hashes_of, pair
-from tests.router.fakes import config_with, prompt_of, running_cluster
+from tests.router.fake_worker import BLOCK_SIZE, TIMEOUT_S, FakeWorker, hashes_of, pair
+from tests.router.fakes import TestCluster, config_with, prompt_of, running_cluster
 from tests.router.http.clients import http_cluster
 from tests.router.test_lengths import make_record
 from tests.router.test_tenants import KEYS, serving
@@ -29,8 +29,22 @@ async def read(stream: AsyncTrafficStream, count: int) -> list[RecordedRequest]:
         return [await anext(stream) for _ in range(count)]
 
 
+@contextlib.asynccontextmanager
+async def recorded(
+    *workers: FakeWorker, duration_s: float | None = None
+) -> AsyncIterator[tuple[TestCluster, AsyncClient, AsyncTrafficStream]]:
+    """Run a cluster whose requests are recorded from now on."""
+    async with (
+        running_cluster(*(workers or pair()), config=config_with(max_attempts=1)) as cluster,
+        cluster.client() as client,
+        client.record(duration_s=duration_s) as stream,
+        asyncio.timeout(TIMEOUT_S),
+    ):
+        yield cluster, client, stream
+
+
 async def test_recording_has_length_order_and_outcome_of_each_request() -> None:
-    async with running_cluster(*pair()) as cluster, cluster.client() as client, client.record() as stream:
+    async with recorded() as (_cluster, client, stream):
         await ask(client, prompt_of(10), max_tokens=6)
         await ask(client, prompt_of(8), max_tokens=3, n=2)
         first, second = await read(stream, 2)
@@ -57,7 +71,7 @@ async def test_requests_of_both_doors_are_recorded_with_equal_keys() -> None:
 
 async def test_keys_are_equal_exactly_as_far_as_prompts_are() -> None:
     prompts = [prompt_of(10), prompt_of(10), prompt_of(11), prompt_of(12), [*prompt_of(5), 99, 98, 97], [7]]
-    async with running_cluster(*pair()) as cluster, cluster.client() as client, client.record() as stream:
+    async with recorded() as (_cluster, client, stream):
         for prompt in prompts:
             await ask(client, prompt)
         keys = [request.block_keys for request in await read(stream, len(prompts))]
@@ -68,12 +82,7 @@ async def test_keys_are_equal_exactly_as_far_as_prompts_are() -> None:
 
 async def test_keys_link_neither_two_recordings_nor_a_recording_and_the_cache() -> None:
     prefill, decode = pair()
-    async with (
-        running_cluster(prefill, decode) as cluster,
-        cluster.client() as client,
-        client.record() as one,
-        client.record() as two,
-    ):
+    async with recorded(prefill, decode) as (_cluster, client, one), client.record() as two:
         await ask(client, prompt_of(40))
         ((first,), (second,)) = await read(one, 1), await read(two, 1)
     assert set(first.block_keys).isdisjoint(second.block_keys)
@@ -112,35 +121,25 @@ async def test_request_that_ran_when_the_recording_began_is_left_out() -> None:
 async def test_recording_that_is_over_waits_for_what_runs_and_takes_nothing_more() -> None:
     prefill, decode = pair()
     prefill.gates.close("first_token")
-    async with running_cluster(prefill, decode) as cluster, cluster.client() as client, client.record() as stream:
+    async with recorded(prefill, decode) as (cluster, client, stream):
         running = asyncio.create_task(ask(client, prompt_of(5)))
         await prefill.gates.reached("first_token")
         cluster.router.recordings.finish()
         late = asyncio.create_task(ask(client, prompt_of(7)))
         prefill.gates.open("first_token")
         await asyncio.gather(running, late)
-        async with asyncio.timeout(TIMEOUT_S):
-            recorded = [request async for request in stream]
-    assert [request.num_prompt_tokens for request in recorded] == [5]
+        seen = [request async for request in stream]
+    assert [request.num_prompt_tokens for request in seen] == [5]
 
 
 async def test_recording_ends_by_itself_after_its_duration() -> None:
-    async with (
-        running_cluster(*pair()) as cluster,
-        cluster.client() as client,
-        asyncio.timeout(TIMEOUT_S),
-        client.record(duration_s=1e-6) as stream,
-    ):
+    async with recorded(duration_s=1e-6) as (_cluster, _client, stream):
         assert [request async for request in stream] == []
 
 
 async def test_cancelled_and_failed_requests_are_recorded_with_their_outcome() -> None:
     prefill, decode = pair()
-    async with (
-        running_cluster(prefill, decode, config=config_with(max_attempts=1)) as cluster,
-        cluster.client() as client,
-        client.record() as stream,
-    ):
+    async with recorded(prefill, decode) as (_cluster, client, stream):
         prefill.gates.close("first_token")
         gone = asyncio.create_task(ask(client, prompt_of(5)))
         await prefill.gates.reached("first_token")
@@ -183,12 +182,7 @@ async def test_duration_that_is_not_a_time_is_refused(duration_s: float) -> None
 
 
 async def test_router_that_stops_ends_its_recordings() -> None:
-    async with (
-        running_cluster(*pair()) as cluster,
-        cluster.client() as client,
-        client.record() as stream,
-        asyncio.timeout(TIMEOUT_S),
-    ):
+    async with recorded() as (cluster, _client, stream):
         await cluster.router.stop(TIMEOUT_S)
         assert [request async for request in stream] == []
 
@@ -201,7 +195,7 @@ def ended(num_blocks: int, *, at_s: float = 0.0) -> RunningRequest:
 
 
 def run(recordings: TrafficRecordings, record: RunningRequest) -> None:
-    with recordings.following(record, "t"):
+    with recordings.following(record):
         pass
 
 

@@ -156,7 +156,7 @@ async def test_generate_when_client_cancels_frees_everything(gate: str) -> None:
 
 async def test_client_that_leaves_while_a_message_is_written_is_no_failure(cluster: TestCluster) -> None:
     door = cluster.router.door
-    with pytest.raises(grpc.aio.InternalError), door.account(door.new_life(), time_left_s=lambda: None):
+    with pytest.raises(grpc.aio.InternalError), door.account(door.new_life()):
         raise grpc.aio.InternalError("a write of a call that has ended")
     status = await cluster.until_idle()
     assert (status.num_cancelled, status.num_failed) == (1, 0)

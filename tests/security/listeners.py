@@ -79,10 +79,12 @@ async def listeners(*, is_encrypted: bool) -> AsyncIterator[Listeners]:
         yield Listeners(authority=own, worker=worker, router=router)
 
 
-async def status_of(channel: grpc.aio.Channel, method: str, *, timeout_s: float = 60.0) -> tuple[grpc.StatusCode, str]:
-    """Return how a call of any kind ends that sends one empty message."""
+async def status_of(
+    channel: grpc.aio.Channel, method: str, message: bytes = b"", *, timeout_s: float = 60.0
+) -> tuple[grpc.StatusCode, str]:
+    """Return how a call of any kind ends that sends one message."""
     raw: Any = channel.unary_stream(method)  # on the wire all kinds are alike
-    call = raw(b"", timeout=timeout_s)
+    call = raw(message, timeout=timeout_s)
     with suppress(grpc.aio.AioRpcError):
         while await call.read() is not grpc.aio.EOF:
             pass

@@ -19,7 +19,7 @@ from common.trust.access import Audience
 from common.trust.authority import Authority
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
-from common.trust.doors import FileDoor, IssuedDoor, scrape_tls
+from common.trust.doors import FileDoor, scrape_tls
 from common.trust.guard import Guard
 from common.trust.identity import Role, server_name
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -115,34 +115,12 @@ def shown_by(context: ssl.SSLContext) -> int:
     return x509.load_der_x509_certificate(der).serial_number
 
 
-def test_http_door_shows_the_renewed_certificate() -> None:
-    own = authority(is_encrypted=True)
-    mine = Credentials.of(own, Role.ROUTER, "router-0", HOSTS)
-    door = IssuedDoor(mine)
-    context = door.ssl_context()
-    assert shown_by(context) == serial_of(mine.held.certificate_pem)
-    newest = renew(mine, own, Role.ROUTER, "router-0")
-    door.refresh(context)
-    assert shown_by(context) == newest
-
-
 def write_pair(folder: Path, own: Authority) -> int:
     """Write a new certificate of an operator's own; returns its serial number."""
     theirs = Credentials.of(own, Role.CLIENT, "door", HOSTS)
     (folder / "door.pem").write_bytes(theirs.held.certificate_pem)
     (folder / "door.key").write_bytes(theirs.held.key_pem)
     return serial_of(theirs.held.certificate_pem)
-
-
-def test_operators_own_files_are_shown_and_read_again_when_they_change(tmp_path: Path) -> None:
-    own = authority(is_encrypted=True)
-    first = write_pair(tmp_path, own)
-    door = FileDoor(tmp_path / "door.pem", tmp_path / "door.key")
-    context = door.ssl_context()
-    assert shown_by(context) == first
-    second = write_pair(tmp_path, own)
-    door.refresh(context)
-    assert shown_by(context) == second != first
 
 
 def test_operators_files_that_do_not_fit_together_stop_the_start(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from common.errors import TransferError
 from common.ids import BlockId
-from engine.fake import FakeKvStore
+from engine.fake_pages import FakeKvStore
 from engine.kv_store import DevicePeerPages, DeviceRegion
 from worker.serving import RunningWorker
 

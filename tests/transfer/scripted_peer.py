@@ -10,7 +10,7 @@ import xxhash
 from common.clock import SystemClock
 from common.config import TransferConfig
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
-from engine.fake import FakeKvStore
+from engine.fake_pages import FakeKvStore
 from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.wanted import WantedHandoff

@@ -7,10 +7,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 import pytest
 
 from common.config import TransferConfig
-from common.errors import HandoffGone, KvIncomplete, KvrelayError, TransferError
+from common.errors import HandoffGone, KvIncomplete, KvrelayError
 from common.ids import BlockId, Epoch, WorkerId
 from common.rpc import abort
-from engine.fake import FakeKvStore
+from engine.fake_pages import FakeKvStore
 from kv_transfer.pull import Pulled
 from kv_transfer.transports.cuda_ipc import CudaIpc
 from kv_transfer.transports.grpc_chunks import GrpcChunks
@@ -96,19 +96,6 @@ async def test_handoff_between_different_memories_goes_by_grpc(apart: str, monke
         assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
 
 
-async def test_handoff_after_a_failed_mapping_uses_the_next_transport() -> None:
-    card = Card()
-    async with running_pair(transports=EVERY) as pair:
-        put_on_card(pair.prefill, card)
-        put_on_card(pair.decode, card)
-        card.stores.clear()  # as if the driver refused
-        request = make_request(range(30), ignore_eos=True)
-        with pytest.raises(TransferError):
-            await pair.generate(request)
-        answer = await pair.generate(request)
-        assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
-
-
 def sealed_by(*block_ids: int) -> pb.FetchBlocksResponse:
     return pb.FetchBlocksResponse(sealed=pb.SealedBlocks(first_block=0, block_ids=block_ids))
 
@@ -153,14 +140,6 @@ async def test_pull_of_blocks_that_the_peer_cannot_have_raises_kv_incomplete(blo
         with pytest.raises(KvIncomplete):
             await pull()
     assert not peer.acked
-
-
-async def test_offers_without_device_memory_leave_cuda_ipc_out() -> None:
-    sharing = make_sharing(Card())
-    puller = Puller(sharing)
-    assert puller.offers() == ["cuda_ipc", "grpc"]
-    sharing.store.device_sharing = None
-    assert puller.offers() == ["grpc"]
 
 
 async def test_failed_mapping_is_remembered_for_that_life_of_that_peer_only() -> None:

@@ -67,6 +67,7 @@ def test_lease_expires_when_one_side_never_comes(leases: Leases, missing: str) -
     else:
         handoff = leases.table.begin(ID, leases.ended)
         leases.clock.advance(100.0)  # computing a long prompt is no idleness of a lease...
+        leases.table.sweep()
         leases.table.complete(handoff, MANIFEST)
     leases.clock.advance(9.9)
     leases.table.sweep()

@@ -7,7 +7,7 @@ import torch
 
 from common.config import TransferConfig
 from common.wire_names import TRANSPORT_NUMBERS
-from engine.kv_cache import TorchKvStore
+from engine.pages.kv_cache import TorchKvStore
 from engine.thread import EngineDriver
 from kv_transfer import link_rates
 from kv_transfer.link_rates import measure_link_rates

@@ -12,15 +12,15 @@ import pytest
 from common.config import TransferConfig
 from common.errors import KvIncomplete
 from common.ids import BlockId, Epoch, WorkerId
-from engine.fake import FakeKvStore
-from engine.vllm.pages import VllmKvStore
+from engine.fake_pages import FakeKvStore
+from engine.kv_store import KvShape
+from engine.vllm.staging import StagedStore
 from kv_transfer.transports.nixl import Nixl
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.transports.transport import PeerLife, PeerMemoryUnreachable, PullTarget, TransportUnusable
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
-from tests.engine.vllm.test_pages import KEYS_TRANSPOSED, SHAPE
 from tests.transfer.nixl_agent import Ending, Network
 from tests.worker.cluster import running_pair
 
@@ -81,9 +81,10 @@ async def test_handoff_by_nixl_equals_oracle_at_every_boundary() -> None:
 
 @pytest.mark.usefixtures("either")
 async def test_pages_of_several_pieces_arrive_in_their_own_places() -> None:
-    source, own = VllmKvStore(SHAPE, 5), VllmKvStore(SHAPE, 7)
-    for store in (source, own):
-        store.learn(KEYS_TRANSPOSED)
+    shape = KvShape(
+        num_layers=2, num_kv_heads=1, head_dim=12, block_size=8, dtype="bfloat16", row_bytes=24, fingerprint="vllm"
+    )
+    source, own = (StagedStore(shape, num_slots, page_order="any") for num_slots in (5, 7))
     data = bytes(i % 251 for i in range(3 * source.shape.block_bytes))
     source.write_blocks([BlockId(i) for i in (4, 0, 2)], memoryview(data))
     server, puller = Nixl(source, TransferConfig()), Nixl(own, TransferConfig())
@@ -170,8 +171,9 @@ def test_worker_without_the_package_or_with_pages_on_a_card_does_not_start(monke
     for name in ("nixl", "nixl._api"):
         monkeypatch.setitem(sys.modules, name, None)
     store = FakeKvStore(num_blocks=8, block_size=4)
-    with pytest.raises(TransportUnusable, match="pip install"):
+    with pytest.raises(TransportUnusable, match="pip install") as refused:
         Nixl(store, TransferConfig())
+    assert refused.value.key == "transfer.transports", "the launcher shows file and key in place of a traceback"
     store.shared_region = None
     with pytest.raises(TransportUnusable, match="device memory"):
         Nixl(store, TransferConfig())
@@ -181,7 +183,7 @@ _SERVER = """
 import sys
 from common.config import TransferConfig
 from common.ids import BlockId
-from engine.fake import FakeKvStore
+from engine.fake_pages import FakeKvStore
 from kv_transfer.transports.nixl import Nixl
 from kvrelay.v1 import kv_transfer_pb2 as pb
 store = FakeKvStore(num_blocks=8, block_size=4)

@@ -11,7 +11,7 @@ from common.block_hash import BlockHashes
 from common.errors import HandoffGone, KvIncomplete, WorkerLost
 from common.ids import BlockId, Epoch
 from common.rpc import abort
-from engine.fake import FakeKvStore
+from engine.fake_pages import FakeKvStore
 from kv_transfer.pull import PullPlan
 from kv_transfer.wanted import WantedBlocks
 from kvrelay.v1 import kv_transfer_pb2 as pb
@@ -106,6 +106,12 @@ BLOCK_LIES: dict[str, list[pb.FetchBlocksResponse]] = {
     "the manifest counts other tokens": [OPENED, chunk(1), blocks_manifest(2, num_tokens=9)],
     "the manifest ends in another hash": [OPENED, chunk(1), blocks_manifest(2, last_block_hash=HASHES[2])],
     "the manifest has a first token": [OPENED, chunk(1), blocks_manifest(2, first_tokens=[pb.ManifestToken()])],
+    "the manifest has a part of a token": [OPENED, chunk(1), blocks_manifest(2, tokens=bytes(31))],
+    "the manifest has the tokens of other blocks": [
+        OPENED,
+        chunk(1),
+        blocks_manifest(2, tokens=bytes(32), hash_root=bytes(32)),
+    ],
     "there is no manifest": [OPENED, chunk(1), chunk(2)],
 }
 

@@ -11,7 +11,7 @@ import pytest
 from common.clock import SystemClock
 from common.config import TransferConfig
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
-from engine.fake import FakeKvStore
+from engine.fake_pages import FakeKvStore
 from engine.thread import EngineDriver
 from kv_transfer.handoff import FirstToken, HandoffManifest, HandoffTable
 from kv_transfer.serve import KvTransferService, ServeSettings

@@ -1,16 +1,18 @@
 """Tests of `model.engine: vllm` need vLLM beside kvrelay: `make test-vllm` runs them in a venv of its own.
 
-Importing vLLM takes a process eight seconds of CPU. So the engines of all tests live in pytest's process, and one other
-process asks vLLM's own `LLM.generate` for everything that they are compared with.
+A vLLM takes half a minute of CPU to start. So the tests of a module share one, and one other process asks vLLM's own
+`LLM.generate` for everything that they are compared with.
 """
 
+import asyncio
 import json
 import math
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,20 @@ import pytest
 
 from common.clock import SystemClock
 from common.engines import VLLM_VERSION, installed_package, vllm_version
-from engine.core import EngineCore
-from engine.executor import Executor
+from common.errors import Refused
+from engine.events import EngineEvent, EngineLoad, Failed, PrefillProgress, TokenOutput, Tokens
 from engine.options import EngineOptions
-from engine.scheduler import SchedulerLimits
-from tests.builders import make_request, run_until_idle, served, submit
+from engine.request import EngineRequest
+from engine.steps.group import Group
+from engine.steps.scheduler import SchedulerLimits
+from engine.vllm.engine import VllmEngine
+from engine.vllm.start import start_vllm
+from tests.builders import make_request
 from tests.short_model import write_short_model
 
+ANSWER_S = 300.0
 BLOCK_SIZE = 32
+NUM_BLOCKS = 24
 MAX_TOKENS = 24
 NEAR_TIE = 0.25
 """Largest difference of two logits that counts as none in bfloat16."""
@@ -41,71 +49,166 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def options(model_dir: Path, **changes: Any) -> EngineOptions:
-    return EngineOptions(
-        model_dir=model_dir,
-        model_name="short",
-        device="cpu",
-        block_size=BLOCK_SIZE,
-        num_blocks=64,
-        max_model_len=512,
-        max_step_tokens=256,
-        max_running=8,
-        runner="vllm",
-        **changes,
-    )
-
-
-def core_of(executor: Executor, *, max_step_tokens: int = 256) -> EngineCore:
-    limits = SchedulerLimits(block_size=BLOCK_SIZE, max_step_tokens=max_step_tokens, max_running=8, max_waiting=64)
-    return EngineCore(executor, limits, SystemClock())
+    limits = {"num_blocks": NUM_BLOCKS, "max_model_len": 512, "max_step_tokens": 64, "max_running": 8} | changes
+    return EngineOptions(model_dir=model_dir, model_name="short", device="cpu", block_size=BLOCK_SIZE, **limits)
 
 
 def request_of(prompt: Sequence[int], **sampling: Any) -> Any:
     return make_request(prompt, block_size=BLOCK_SIZE, **{"max_tokens": MAX_TOKENS, "ignore_eos": True} | sampling)
 
 
-def answers_of(core: EngineCore, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
-    collectors = [submit(core, request_of(prompt, **sampling))[1] for prompt in prompts]
-    run_until_idle(core)
-    assert [each.failure for each in collectors] == [None] * len(prompts)
-    return [each.token_ids() for each in collectors]
+class Answer:
+    """What an engine says of one request."""
+
+    def __init__(self) -> None:
+        self.events: list[EngineEvent] = []
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_left = 0
+        self.group: Group | None = None
+
+    async def of(self, enter: Callable[..., Group | Refused], request: EngineRequest) -> "Answer":
+        """Let a request enter, and wait for its end."""
+        self._num_left = request.sampling.n
+        group = enter(request, self._sink)
+        assert isinstance(group, Group), group
+        self.group = group
+        await asyncio.wait_for(self._over, ANSWER_S)
+        return self
+
+    def _sink(self, event: EngineEvent) -> None:
+        self.events.append(event)
+        assert self.group is not None, "vLLM answers later"
+        is_over = isinstance(event, Failed) or (self.group.holds_after_prefill and isinstance(event, Tokens))
+        if isinstance(event, Tokens):
+            self._num_left -= sum(token.finish_reason is not None for token in event.tokens)
+        if (is_over or not self._num_left) and not self._over.done():
+            self._over.set_result(None)
+
+    @property
+    def outputs(self) -> list[TokenOutput]:
+        failed = [event.error for event in self.events if isinstance(event, Failed)]
+        assert not failed, failed
+        return [token for event in self.events if isinstance(event, Tokens) for token in event.tokens]
+
+    def token_ids(self, sample_index: int = 0) -> list[int]:
+        return [output.token_id for output in self.outputs if output.sample_index == sample_index]
 
 
-def first_difference(
-    executor: Executor,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-    right: Sequence[int],
-    *,
-    near_tie: float = NEAR_TIE,
-) -> str:
-    """Return where an answer is not the right one; nothing where they part at a near tie of two tokens in bfloat16.
-
-    There the sums of a step depend on how a prompt was cut and on what is beside it, and a logit between 16 and 32 is
-    rounded to 1/8.
-    """
-    if list(answer) == list(right):
-        return ""
-    at = next(i for i, (one, other) in enumerate(zip(answer, right, strict=True)) if one != other)
-    told = request_of([*prompt, *answer[:at]], max_tokens=1, num_logprobs=20)
-    [output] = served(core_of(executor), told).outputs
-    assert output.logprobs is not None
-    of = dict(output.logprobs.top)
-    gap = abs(of[answer[at]] - of[right[at]]) if {answer[at], right[at]} <= of.keys() else math.inf
-    is_tie = executor.kv.shape.dtype == "bfloat16" and gap <= near_tie
-    return "" if is_tie else f"prompt of {len(prompt)}, token {at}: {answer[at]}, not {right[at]}, {gap:.3f} apart"
+async def answer(engine: VllmEngine, request: EngineRequest) -> Answer:
+    return await Answer().of(engine.add, request)
 
 
-def first_differences(
-    executor: Executor,
+async def answers_of(engine: VllmEngine, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
+    found = await asyncio.gather(*(answer(engine, request_of(prompt, **sampling)) for prompt in prompts))
+    return [each.token_ids() for each in found]
+
+
+_told: dict[VllmEngine, asyncio.Event] = {}
+"""Set by the reports of each engine."""
+
+
+@asynccontextmanager
+async def running_engine(told: EngineOptions, **arguments: Any) -> AsyncIterator[VllmEngine]:
+    """Start a vLLM for the block, which nobody may leave anything in."""
+    names = shared_names()
+    vllm = await asyncio.to_thread(start_vllm, told, arguments)
+    limits = SchedulerLimits(
+        block_size=BLOCK_SIZE, max_step_tokens=told.max_step_tokens, max_running=told.max_running, max_waiting=64
+    )
+    engine = VllmEngine(vllm, limits, SystemClock())
+    faults: list[Exception] = []
+    told_of = _told[engine] = asyncio.Event()
+    engine.open(lambda _report: told_of.set(), faults.append)
+    try:
+        yield engine
+        await until_empty(engine)
+        assert not faults
+    finally:
+        del _told[engine]
+        await engine.aclose()
+    assert not shared_names() - names, "shared memory is left"
+
+
+async def until_empty(engine: VllmEngine) -> None:
+    """Wait until vLLM has confirmed the end of every request; all pages and slots are free then."""
+    await until(engine, lambda load: not load.num_used_blocks and not load.num_running)
+    kv = engine._vllm.kv  # noqa: SLF001 - its slots are nobody's
+    assert kv.num_free == kv.num_blocks
+
+
+async def until(engine: VllmEngine, is_so: Callable[[EngineLoad], bool]) -> None:
+    """Wait for a load."""
+    async with asyncio.timeout(ANSWER_S):
+        while not is_so(engine.load()):
+            _told[engine].clear()
+            await _told[engine].wait()
+
+
+async def handed_over(engine: VllmEngine, prompt: Sequence[int], **sampling: Any) -> list[int]:
+    """Return an answer whose prompt is computed for a puller, and which goes on where no block of it is cached."""
+    sent = await computed_for_a_puller(engine, prompt, **sampling)
+    received = Answer()
+
+    def enter(request: Any, sink: Any) -> Any:
+        group = engine.reserve(request, sink)
+        pull(engine, sent, group)
+        return group
+
+    await received.of(enter, request_of(prompt, salt=f"receiver {prompt[0]}", **sampling))
+    await until_empty(engine)
+    return [*sent.token_ids(), *received.token_ids()]
+
+
+async def computed_for_a_puller(engine: VllmEngine, prompt: Sequence[int], **sampling: Any) -> Answer:
+    """Return the first token of a prompt whose KV is held."""
+    sent = await Answer().of(engine.add_prefill_only, request_of(prompt, salt="sender", **sampling))
+    progress = [event for event in sent.events if isinstance(event, PrefillProgress)]
+    assert progress[-1].num_computed_tokens == len(prompt)
+    return sent
+
+
+def pull(engine: VllmEngine, sent: Answer, group: Group | Refused | None) -> None:
+    """Fill a reservation with the KV that is held, and let it start."""
+    assert isinstance(group, Group), group
+    assert sent.group is not None
+    kv = engine._vllm.kv  # noqa: SLF001 - as the worker's puller has it
+    kv.write_blocks(group.leader.block_ids(), kv.read_blocks(sent.group.leader.block_ids()))
+    engine.cancel(sent.group)
+    engine.commit(group, group.leader.num_tokens)
+    engine.start(group, [(sent.token_ids()[0], False)])
+
+
+async def first_differences(
+    engine: VllmEngine,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[list[int]],
     right: Sequence[list[int]],
     *,
     near_tie: float = NEAR_TIE,
 ) -> list[str]:
-    found = (first_difference(executor, *each, near_tie=near_tie) for each in zip(prompts, answers, right, strict=True))
+    """Return where answers are not the right ones; nothing where they part at a near tie of two tokens in bfloat16.
+
+    There the sums of a step depend on how a prompt was cut and on what is beside it, and a logit between 16 and 32 is
+    rounded to 1/8.
+    """
+    each_of = zip(prompts, answers, right, strict=True)
+    found = [await _first_difference(engine, *each, near_tie=near_tie) for each in each_of]
     return [each for each in found if each]
+
+
+async def _first_difference(
+    engine: VllmEngine, prompt: Sequence[int], found: Sequence[int], right: Sequence[int], *, near_tie: float
+) -> str:
+    if list(found) == list(right):
+        return ""
+    at = next(i for i, (one, other) in enumerate(zip(found, right, strict=True)) if one != other)
+    told = await answer(engine, request_of([*prompt, *found[:at]], max_tokens=1, num_logprobs=20))
+    logprobs = told.outputs[0].logprobs
+    assert logprobs is not None
+    of = dict(logprobs.top)
+    gap = abs(of[found[at]] - of[right[at]]) if {found[at], right[at]} <= of.keys() else math.inf
+    is_tie = engine._vllm.kv.shape.dtype == "bfloat16" and gap <= near_tie  # noqa: SLF001 - the dtype of its pages
+    return "" if is_tie else f"prompt of {len(prompt)}, token {at}: {found[at]}, not {right[at]}, {gap:.3f} apart"
 
 
 @pytest.fixture(scope="session")
@@ -151,5 +254,13 @@ def generate(models: Sequence[tuple[Path, str]], prompts: Sequence[list[int]]) -
 
 
 def shared_names() -> set[str]:
-    """Return the names in shared memory, but those that Intel's OpenMP gives to whole processes elsewhere."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("__KMP_")}
+    """Return the names in shared memory that no other process uses, without those that Intel's OpenMP gives to a whole
+    process.
+    """
+    in_use: set[str] = set()
+    for process in set(os.listdir("/proc")) - {str(os.getpid())}:
+        with suppress(OSError):  # it has ended, or is none
+            maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8")
+            in_use |= {line.split()[4] for line in maps.splitlines() if "/dev/shm/" in line}
+    with os.scandir("/dev/shm") as names:
+        return {each.name for each in names if not each.name.startswith("__KMP_") and str(each.inode()) not in in_use}

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from engine.vllm.loading import ENVIRONMENT
+from engine.vllm.environment import ENVIRONMENT
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.peers.group import REPOSITORY, ArmSpec, end_group, log_tail, members, start_group
 from common.rpc import channel_options
-from engine.model.config import UnsupportedModel
-from engine.vllm.loading import ENVIRONMENT
+from engine.vllm.environment import ENVIRONMENT
+from engine.weights.config import UnsupportedModel
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 from tests.e2e.harness import until
@@ -35,7 +35,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(300)]
 _BLOCK = 32
 _LENGTHS = (1, 31, 32, 33, 64, 150)
 _OFFER = {"do_remote_decode": True}
-_LEASE_TTL_S = 1.0
+_PULL = {"do_remote_prefill": True}
+_LEASE_TTL_S = 5.0
+_NUM_TRIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class _Connection(http.client.HTTPConnection):
 class VllmServer:
     """A server of vLLM on a Unix socket."""
 
-    def __init__(self, folder: Path, model_dir: Path, kv_role: str) -> None:
+    def __init__(self, folder: Path, model_dir: Path, kv_role: str, *, num_ranks: int = 1) -> None:
         self._log_path = folder / f"{kv_role}.log"
         transfer = {
             "kv_connector": "KvrelayConnector",
@@ -74,6 +76,7 @@ class VllmServer:
         }
         options = ["--uds", str(folder / kv_role), "--served-model-name", "short", "--dtype", "float32"]
         options += ["--max-model-len", "512", "--block-size", str(_BLOCK), "--max-num-seqs", "8", "--enforce-eager"]
+        options += ["--max-num-batched-tokens", "128", "--tensor-parallel-size", str(num_ranks)]
         options += ["--kv-cache-memory-bytes", str(64 << 20)]
         options += ["--kv-transfer-config", json.dumps(transfer)]
         # The command `vllm` does not start in the CPU build, whose distribution has another name.
@@ -112,8 +115,12 @@ class VllmServer:
 
     async def num_pulled_tokens(self) -> int:
         """Return the tokens that it has begun to pull so far."""
+        return await self.metric("external_prefix_cache_hits_total")
+
+    async def metric(self, name: str) -> int:
+        """Return the value of a counter of vLLM."""
         metrics = await self._call("GET", "/metrics")
-        (count,) = re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (.*)$", metrics, re.MULTILINE)
+        (count,) = re.findall(rf"^vllm:{name}\{{.*\}} (.*)$", metrics, re.MULTILINE)
         return int(float(count))
 
     def num_failed_pulls(self) -> int:
@@ -160,6 +167,15 @@ class Pair:
     async def alone(self, prompt: list[int]) -> str:
         """Return the decode server's own answer, from no cache."""
         return (await self.decode.answer(prompt, cache_salt=f"alone-{random.random()}")).text
+
+    async def hands_over(self, prompt: list[int], source: VllmServer, target: VllmServer, num_pullers: int) -> bool:
+        """Return whether a prompt was pulled; its answer is right also where a starved rank has lost its connection."""
+        tokens, failed = await target.num_pulled_tokens(), target.num_failed_pulls()
+        offered = await source.answer(prompt, _OFFER | {"num_pullers": num_pullers}, max_tokens=1)
+        answer = await target.answer(prompt, offered.params)
+        assert await target.num_pulled_tokens() == tokens + len(prompt), "it has not tried"
+        assert answer.text == await self.alone(prompt)
+        return target.num_failed_pulls() == failed
 
     async def after_failed_pull(self, prompt: list[int], params: dict[str, Any]) -> str:
         """Return the decode server's answer to a prompt whose pull has to fail."""
@@ -273,7 +289,20 @@ async def test_pulled_prompts_are_answered_as_by_one_server(pair: Pair) -> None:
     answers = await asyncio.gather(*(map(pair.decode.answer, prompts, params)))
     assert await pair.decode.num_pulled_tokens() == sum(_LENGTHS)
     assert pair.decode.num_failed_pulls() == 0
+    assert await pair.decode.metric("kvrelay_pulls_total") == len(_LENGTHS)
     assert [each.text for each in answers] == [await pair.alone(prompt) for prompt in prompts]
+
+
+async def test_prompts_are_pulled_while_they_are_computed(pair: Pair) -> None:
+    ranks = (await pair.prefill.offer(prompt_of(1, seed=8)))["ranks"]
+    for length in (31, 128, 500):
+        prompt, handoff_id = prompt_of(length, seed=9), f"chosen-{length}"
+        pull = asyncio.create_task(pair.decode.answer(prompt, _PULL | {"handoff_id": handoff_id, "ranks": ranks}))
+        offered = await pair.prefill.answer(prompt, _OFFER | {"handoff_id": handoff_id}, max_tokens=1)
+        assert offered.params is not None
+        assert offered.params["ranks"] == ranks
+        assert (await pull).text == await pair.alone(prompt)
+    assert pair.decode.num_failed_pulls() == 0
 
 
 async def test_a_pull_after_the_lease_is_computed_again(pair: Pair) -> None:
@@ -281,7 +310,7 @@ async def test_a_pull_after_the_lease_is_computed_again(pair: Pair) -> None:
     params = await pair.prefill.offer(prompt)
 
     async def has_expired() -> bool:
-        return f"{params['handoff_id']} expired" in pair.prefill.log()
+        return f"{params['handoff_id']}/0 expired" in pair.prefill.log()
 
     await until(has_expired, timeout_s=30, what="the lease ends")
     assert await pair.after_failed_pull(prompt, params) == await pair.alone(prompt)
@@ -305,10 +334,23 @@ async def test_a_bit_that_flips_on_the_way_costs_a_computation_and_no_wrong_toke
     assert "checksum" in pair.decode.log()
 
 
+async def test_servers_with_one_and_three_ranks_hand_over_to_each_other(
+    pair: Pair, short_model_dir: Path, tmp_path: Path
+) -> None:
+    ranks = VllmServer(tmp_path, short_model_dir, "kv_both", num_ranks=3)
+    try:
+        await ranks.until_up()
+        for source, target, num_pullers in ((ranks, pair.decode, 1), (pair.prefill, ranks, 3)):
+            for length in (33, 150):
+                prompts = [prompt_of(length, seed=10 * num_pullers + number) for number in range(_NUM_TRIES)]
+                assert any([await pair.hands_over(prompt, source, target, num_pullers) for prompt in prompts])
+    finally:
+        ranks.stop()
+
+
 async def test_a_killed_prefill_server_costs_a_computation_and_leaves_no_memory(pair: Pair) -> None:
     prompt = prompt_of(120, seed=7)
     params = await pair.prefill.offer(prompt)
     pair.prefill.kill()
     assert await pair.after_failed_pull(prompt, params) == await pair.alone(prompt)
-    left = shared_names() - pair.names_before
-    assert not [name for name in left if not name.startswith("sem.")], "memory is left"  # locks of vLLM: 32 bytes each
+    assert not shared_names() - pair.names_before, "memory or locks are left"

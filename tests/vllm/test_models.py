@@ -1,16 +1,21 @@
 """Models that our own decoder does not have, on tiny random checkpoints: answers are those of plain `transformers`."""
 
+import asyncio
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
-from engine.loading import load_executor
-from engine.model.config import UnsupportedModel
-from engine.model.precision import cpu_has
-from tests.vllm.conftest import answers_of, core_of, first_differences, generate, options
+from common.model_files import is_checkpoint
+from engine.vllm.start import start_vllm
+from engine.weights.config import UnsupportedModel
+from engine.weights.precision import cpu_has
+from tests.vllm.conftest import answers_of, first_differences, generate, handed_over, options, running_engine
+from tests.vllm.gemma import WINDOW, gemma_dir
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -50,53 +55,60 @@ def write_tiny(folder: Path, model_type: str, changes: dict[str, Any]) -> Any:
     return model
 
 
-@pytest.fixture(autouse=True)
-def new_groups() -> None:
-    """Let vLLM make its process groups anew: those of the first model of a process have none for experts."""
-    from vllm.distributed import destroy_model_parallel
-
-    destroy_model_parallel()
-
-
 @pytest.mark.parametrize("model_type", MODELS)
-def test_greedy_answers_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
+async def test_greedy_answers_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
+    """Alone and handed over."""
     reference = write_tiny(tmp_path, model_type, MODELS[model_type])
     chance = random.Random(2)
     prompts = [[chance.randrange(320) for _ in range(length)] for length in (1, 31, 32, 33, 130)]
-    core = core_of(load_executor(options(tmp_path, dtype="float32")), max_step_tokens=50)
-    answers = answers_of(core, prompts, max_tokens=MAX_TOKENS)
-    for prompt, answer in zip(prompts, answers, strict=True):
+    async with running_engine(options(tmp_path, dtype="float32", max_step_tokens=50)) as engine:
+        found = {
+            "together": await answers_of(engine, prompts, max_tokens=MAX_TOKENS),
+            "handed over": [await handed_over(engine, prompt, max_tokens=MAX_TOKENS) for prompt in prompts],
+        }
+    check_greedy(reference, prompts, found)
+
+
+def check_greedy(reference: Any, prompts: list[list[int]], found: dict[str, list[list[int]]]) -> None:
+    """Check that each token of the answers, however found, is a model's best one."""
+    for prompt, *answers in zip(prompts, *found.values(), strict=True):
+        assert all(answer == answers[0] for answer in answers), dict(zip(found, answers, strict=True))
         with torch.inference_mode():
-            logits = reference(torch.tensor([[*prompt, *answer]]), logits_to_keep=MAX_TOKENS + 1).logits[0, :-1]
-        assert answer == logits.argmax(-1).tolist(), f"prompt of {len(prompt)} tokens"
+            logits = reference(torch.tensor([[*prompt, *answers[0]]]), logits_to_keep=MAX_TOKENS + 1).logits[0, :-1]
+        assert answers[0] == logits.argmax(-1).tolist(), f"prompt of {len(prompt)} tokens"
 
 
-def test_quantized_checkpoint_has_the_answers_of_vllms_own_generate(
+async def test_a_real_model_with_sliding_windows_has_the_answers_of_transformers() -> None:
+    """Prompts around and beyond the window; the longest are computed in two steps."""
+    if not is_checkpoint(gemma_dir()):
+        pytest.skip("Gemma 3 270M is not here: `python -m tests.vllm.gemma` fetches it (240 MB, under Gemma's terms)")
+    from transformers import AutoModelForCausalLM
+
+    auto_model: Any = AutoModelForCausalLM
+    reference = auto_model.from_pretrained(gemma_dir(), dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(gemma_dir() / "tokenizer.json"))
+    text = tokenizer.encode((Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")).ids
+    prompts = [text[17 * i : 17 * i + length] for i, length in enumerate((40, WINDOW - 1, WINDOW + 1, 600, 800))]
+    told = options(gemma_dir(), dtype="float32", num_blocks=100, max_model_len=1024, max_step_tokens=600)
+    async with running_engine(told) as engine:
+        found = {
+            "alone": [*chain(*[await answers_of(engine, [prompt], max_tokens=MAX_TOKENS) for prompt in prompts])],
+            "cached": await answers_of(engine, prompts, max_tokens=MAX_TOKENS),
+            "handed over": [await handed_over(engine, prompt, max_tokens=MAX_TOKENS) for prompt in prompts],
+        }
+    check_greedy(reference, prompts, found)
+
+
+async def test_quantized_checkpoint_has_the_answers_of_vllms_own_generate(
     int4_model_dir: Path, prompts: list[list[int]]
 ) -> None:
     told = options(int4_model_dir, dtype="bfloat16")  # vLLM computes such a checkpoint in no other dtype
     if not cpu_has("avx512f"):  # vLLM's build for such processors has no kernel for 4-bit weights
-        with pytest.raises(UnsupportedModel, match="vLLM cannot compute"):
-            load_executor(told)
+        with pytest.raises(UnsupportedModel, match="vLLM cannot serve"):
+            await asyncio.to_thread(start_vllm, told, {})
         return
-    core = core_of(load_executor(told), max_step_tokens=50)
-    answers = answers_of(core, prompts)
     (right,) = generate([(int4_model_dir, "bfloat16")], prompts)
-    # The kernel of such weights rounds more often: half a logit has been seen.
-    assert not first_differences(core.executor, prompts, answers, right, near_tie=0.75)
-
-
-def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
-    shape = {
-        "kv_lora_rank": 32,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 32,
-        "head_dim": 32,
-        "n_routed_experts": 4,
-        "first_k_dense_replace": 2,
-    }
-    write_tiny(tmp_path, "deepseek_v2", shape)
-    with pytest.raises(UnsupportedModel, match="MLA"):
-        load_executor(options(tmp_path, dtype="float32"))
+    async with running_engine(told) as engine:
+        answers = await answers_of(engine, prompts)
+        # The kernel of such weights rounds more often: half a logit has been seen.
+        assert not await first_differences(engine, prompts, answers, right, near_tie=0.75)

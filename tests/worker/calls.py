@@ -114,6 +114,10 @@ class Pair:
 
     async def generate(self, request: EngineRequest, source: Source = None) -> Answer:
         """Serve a request by handoff, as a router would; its answer must be the oracle's."""
+        return (await self.answer(request, source)).checked(request)
+
+    async def answer(self, request: EngineRequest, source: Source = None) -> Answer:
+        """Serve a request by handoff; its answer is whatever comes."""
         handoff_id = mint_handoff_id()
         answer = Answer()
         decode = self.open_decode(request, handoff_id)
@@ -129,17 +133,21 @@ class Pair:
                 answer.transfer = message.transferred
             for token in message.tokens.tokens:
                 answer.take(token)
-        return answer.checked(request)
+        return answer
 
     async def generate_locally(self, request: EngineRequest, source: Source = None) -> Answer:
         """Serve a request on the decode worker alone; its answer must be the oracle's."""
+        return (await self.answer_locally(request, source)).checked(request)
+
+    async def answer_locally(self, request: EngineRequest, source: Source = None) -> Answer:
+        """Serve a request on the decode worker alone; its answer is whatever comes."""
         answer = Answer()
         async for message in messages(self.open_decode(request, None, source)):
             if message.HasField("prefill_started"):
                 answer.start(message.prefill_started)
             for token in message.tokens.tokens:
                 answer.take(token)
-        return answer.checked(request)
+        return answer
 
 
 class DecodeCall:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -14,8 +14,10 @@ from common.config import parse_config
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import WorkerId
 from common.trust.identity import Role
+from engine.core import EngineCore
 from engine.executor import Executor, ScheduledSequence, StepHandle
 from engine.fake import FakeExecutor
+from engine.interface import Engine
 from kvrelay.v1 import decode_pb2_grpc, prefill_pb2_grpc, router_admin_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import BLOCK_SIZE
 from tests.clock import ManualClock
@@ -37,11 +39,22 @@ async def until_empty(worker: RunningWorker) -> None:
                 return
 
 
+def executor_of(worker: RunningWorker) -> Executor:
+    """Return what the steps of a worker's own engine run on."""
+    return cast("Executor", worker.runtime.executor)
+
+
+def core_of(engine: Engine) -> EngineCore:
+    """Return a worker's engine, which is our own."""
+    assert isinstance(engine, EngineCore)
+    return engine
+
+
 class HeldSteps:
     """Holds back the steps of a worker's engine, but those that a test lets go."""
 
     def __init__(self, worker: RunningWorker) -> None:
-        executor = worker.runtime.executor
+        executor = executor_of(worker)
         self._launch = executor.launch
         self._may_go = threading.Semaphore(0)
         self._is_over = False
@@ -114,12 +127,15 @@ def make_runtime(
         },
         source="test",
     )
-    executor = executor or FakeExecutor(
-        num_blocks=fake.pop("num_blocks", 128),
-        block_size=BLOCK_SIZE,
-        max_model_len=1024,
-        step_s=fake.pop("step_s", 0.0),
-    )
+    if executor is None:
+        executor = FakeExecutor(
+            num_blocks=fake.pop("num_blocks", 128),
+            block_size=BLOCK_SIZE,
+            max_model_len=1024,
+            step_s=fake.pop("step_s", 0.0),
+        )
+        if (window := fake.pop("window", None)) is not None:
+            executor.add_window(window)
     assert not fake, fake
     return WorkerRuntime(
         config=config,

@@ -17,7 +17,7 @@ from common.errors import (
     from_status_bytes,
     to_status_bytes,
 )
-from common.structured import TaskCensus
+from common.structured import TaskTracker
 from decode_worker.service import DecodeService
 from decode_worker.shared_stream import MESSAGES_PER_ACKNOWLEDGEMENT, Outlet, SharedStream
 from engine.request import EngineRequest
@@ -174,7 +174,7 @@ class Script:
         self.messages: list[pb.DecodeManyResponse] = []
         self.can_write = asyncio.Event()
         self.can_write.set()
-        self.stream = SharedStream(self._serve, TaskCensus())
+        self.stream = SharedStream(self._serve, TaskTracker())
         self.running = asyncio.create_task(self.stream.run(self._requests(), self._write))
 
     async def open(self, call_id: int, name: str) -> Outlet:
@@ -217,28 +217,6 @@ def batch(index: int) -> pb.TokenBatch:
 def tokens_in(messages: list[pb.DecodeManyResponse]) -> list[int]:
     updates = [update for message in messages for update in message.updates]
     return [token.token_id for update in updates for each in update.responses for token in each.tokens.tokens]
-
-
-async def test_tokens_of_several_calls_in_one_turn_of_the_loop_are_one_message(script: Script) -> None:
-    outlets = [await script.open(call_id, str(call_id)) for call_id in range(3)]
-    for outlet in outlets:
-        outlet.put_tokens(batch(0))
-    await until(lambda: script.messages)
-    assert [update.call_id for update in script.messages[0].updates] == [0, 1, 2]
-
-
-async def test_slow_reader_gets_everything_in_few_messages_and_delays_no_other(script: Script) -> None:
-    talker, other = await script.open(1, "a"), await script.open(2, "b")
-    script.can_write.clear()
-    for index in range(500):
-        talker.put_tokens(batch(index))
-        await asyncio.sleep(0)
-    other.put_tokens(batch(0))
-    script.can_write.set()
-    await until(lambda: len(script.messages) == 2)
-    mine = [t for m in script.messages for u in m.updates if u.call_id == 1 for t in u.responses[0].tokens.tokens]
-    assert [token.token_index for token in mine] == list(range(500))
-    assert [update.call_id for update in script.messages[1].updates] == [1, 2]
 
 
 LARGE = 29 << 20
@@ -292,17 +270,6 @@ async def test_tokens_that_wait_for_a_slow_reader_come_in_messages_of_bounded_si
 
 def updates_of(script: Script, call_id: int) -> list[pb.CallUpdate]:
     return [update for message in script.messages for update in message.updates if update.call_id == call_id]
-
-
-async def test_closed_call_sends_nothing_more(script: Script) -> None:
-    outlet, other = await script.open(1, "a"), await script.open(2, "b")
-    script.requests.put_nowait(pb.DecodeManyRequest(call_id=1, close=pb.CloseCall()))
-    await until(script.requests.empty)
-    await asyncio.sleep(0)
-    outlet.put_tokens(batch(0))
-    other.put_tokens(batch(0))
-    await until(lambda: script.messages)
-    assert [update.call_id for update in script.messages[0].updates] == [2]
 
 
 async def test_calls_of_one_message_are_opened_and_closed_in_order(script: Script) -> None:

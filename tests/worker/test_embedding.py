@@ -10,7 +10,7 @@ from common.wire import pack_tokens, unpack_floats
 from kvrelay.v1 import prefill_pb2, sampling_pb2, sequence_pb2
 from tests.builders import expected_embedding, make_request
 from tests.worker.calls import Pair, error_of, messages, spec_of
-from tests.worker.cluster import running_pair, until_empty
+from tests.worker.cluster import executor_of, running_pair, until_empty
 
 PROMPT = range(40, 70)
 
@@ -59,7 +59,7 @@ async def test_request_that_no_router_sends_is_refused_by_field(spec: sequence_p
 
 async def test_model_without_hidden_states_refuses() -> None:
     async with running_pair() as pair:
-        pair.prefill.runtime.executor.hidden_size = 0
+        executor_of(pair.prefill).hidden_size = 0
         error = await error_of(open_embedding(pair, embedding_spec()))
         assert (type(error), error.field) == (InvalidRequest, "sequence.pooling")
 

@@ -7,7 +7,7 @@ import pytest
 from common.clock import SystemClock
 from common.config import ServingConfig
 from engine.core import EngineCore
-from engine.memory import NoRoomForPages
+from engine.device.memory import NoRoomForPages
 from worker.factory import drafting_bytes, limits_for, load_executor_for, memory_share, served_name, speculator_for
 
 

@@ -10,8 +10,8 @@ from common.fake_tokenizer import byte_tokenizer
 from common.ids import HashRoot
 from common.structured_outputs import structure_text
 from engine.fake import FakeExecutor
-from engine.grammar import Grammar
-from engine.grammar_trial import Verdict
+from engine.text.grammar import Grammar
+from engine.text.grammar_trial import Verdict
 from tests.builders import BLOCK_SIZE, make_request
 from tests.worker.calls import error_of, messages, spec_of
 from tests.worker.cluster import running_pair

@@ -9,18 +9,25 @@ from common.errors import EngineFault, HandoffGone, InvalidRequest, Overloaded, 
 from common.ids import mint_handoff_id
 from common.wire import pack_tokens
 from engine.core import EngineCore
+from engine.fake_pages import FakeWindow
 from engine.request import EngineRequest
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.worker.calls import Answer, error_of, messages, spec_of, until_prefilled
-from tests.worker.cluster import held_steps, running_pair, stop_lease_clock, until_empty
+from tests.worker.cluster import executor_of, held_steps, running_pair, stop_lease_clock, until_empty
 
 LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8, 16) for d in (-1, 0, 1)), 200})
 
 
+WINDOW = {"window": FakeWindow(num_tokens=10, num_pages=80)}
+
+
+@pytest.mark.parametrize("window", [{}, WINDOW], ids=["", "window"])
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-async def test_handoff_at_every_boundary_equals_oracle_cold_and_cached(transport: str) -> None:
-    async with running_pair(transports=[transport]) as pair:
+async def test_handoff_at_every_boundary_equals_oracle_cold_and_cached(
+    transport: str, window: dict[str, FakeWindow]
+) -> None:
+    async with running_pair(transports=[transport], prefill=window, decode=window) as pair:
         for length in LENGTHS:
             request = make_request(range(length), max_tokens=9, ignore_eos=True)
             cold = await pair.generate(request)
@@ -60,6 +67,16 @@ async def test_concurrent_handoffs_in_a_tiny_decode_pool_preempt_and_equal_oracl
                     await asyncio.sleep(0)
 
         await asyncio.gather(*(serve(request) for request in requests))
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+async def test_handoff_moves_window_pages_only_of_blocks_that_the_answer_reads(transport: str) -> None:
+    async with running_pair(transports=[transport], prefill=WINDOW, decode=WINDOW) as pair:
+        answer = await pair.generate(make_request([i % 251 for i in range(400)], max_tokens=20, ignore_eos=True))
+        block_bytes = pair.decode.runtime.executor.kv.shape.block_bytes
+        assert answer.transfer is not None
+        assert answer.transfer.num_blocks == 100
+        assert answer.transfer.kv_bytes == (100 + 3) * block_bytes, "and those of the last 10 tokens"
 
 
 async def test_takeover_in_the_middle_continues_with_the_same_tokens_and_text() -> None:
@@ -162,7 +179,7 @@ async def test_stop_string_across_tokens_ends_the_sample_and_never_leaks() -> No
 
 async def test_error_with_a_very_long_message_keeps_its_class() -> None:
     async with running_pair() as pair:
-        broken = pair.decode.runtime.executor
+        broken = executor_of(pair.decode)
 
         def launch(_batch: object) -> list[object]:
             raise RuntimeError("x" * 100_000)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from common.ids import WorkerId
+from engine.fake_pages import FakeWindow
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.clock import ManualClock
@@ -28,6 +29,17 @@ async def test_prefix_pulled_by_another_prefill_worker_gives_the_same_answer(tra
         assert source.runtime.bytes_sent.total() - sent_before == PREFIX_BLOCKS * block_bytes
         again = await pool.pair("prefill-1", "decode-0").generate(prompt(3))
         assert (again.num_cached, again.num_pulled) == (40, 0), "published, for all requests"
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+async def test_pulled_prefix_has_the_window_before_its_end(transport: str) -> None:
+    window = {"window": FakeWindow(num_tokens=10, num_pages=60)}
+    async with running_pool(dict.fromkeys(OTHERS, window), transports=(transport,)) as pool:
+        source = pool.workers["prefill-0"]
+        await pool.pair("prefill-0", "decode-0").generate(make_request(PREFIX, max_tokens=1, ignore_eos=True))
+        for tail in (2, 3):
+            answer = await pool.pair("prefill-1", "decode-0").generate(prompt(tail, max_tokens=30), where(source))
+            assert (answer.num_cached, answer.num_pulled) == (40, 40 if tail == 2 else 0)
 
 
 async def test_prefix_is_pulled_inside_a_card_that_both_workers_use() -> None:

@@ -8,54 +8,16 @@ from common.errors import InvalidRequest, PromptTooLong
 from common.prefix_chains import MAX_BLOCKS, chains_from_proto
 from engine.fake import FakeExecutor
 from engine.request import EngineRequest
-from kvrelay.v1 import inference_pb2, prefill_pb2, prefix_pb2, sequence_pb2
+from kvrelay.v1 import inference_pb2, prefix_pb2, sequence_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.trust import as_router, as_worker
-from tests.worker.calls import Pair, error_of, messages, spec_of, until_prefilled
+from tests.worker.calls import error_of, spec_of
 from tests.worker.cluster import running_pair
 from worker.request import engine_request
 
 TIMEOUT_S = 60.0
 EXECUTOR = FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE)
 VICTIM = make_request([1, 2, 3, 4, 5, 6, 7, 8, 9], ignore_eos=True)
-OTHER = make_request([9, 8, 7, 6, 5, 4, 3, 2, 1], ignore_eos=True)
-
-
-def forged_spec(request: EngineRequest) -> sequence_pb2.SequenceSpec:
-    """Return a message that names the victim's blocks, in the field that once held hashes."""
-    packed = VICTIM.block_hashes.packed
-    assert len(packed) < 128
-    return sequence_pb2.SequenceSpec.FromString(
-        spec_of(request).SerializeToString() + bytes([0x22, len(packed)]) + packed
-    )
-
-
-async def decode(pair: Pair, spec: sequence_pb2.SequenceSpec) -> list[Any]:
-    return [message async for message in messages(pair.open_decode_of(spec))]
-
-
-async def test_request_with_the_hashes_of_another_one_does_not_change_its_answer() -> None:
-    async with running_pair() as pair:
-        await decode(pair, forged_spec(OTHER))
-
-        answer = await pair.generate_locally(VICTIM)
-
-        assert answer.num_cached == 0
-
-
-async def test_prefill_with_the_hashes_of_another_one_does_not_change_its_answer() -> None:
-    async with running_pair() as pair:
-        forged = prefill_pb2.PrefillRequest(
-            sequence=forged_spec(OTHER), handoff_id="forged", epoch=pair.prefill.runtime.epoch
-        )
-        prefill = pair.prefill_stub.Prefill(forged)
-        await until_prefilled(prefill)
-        async for _message in messages(pair.open_decode_of(forged_spec(OTHER), handoff=pair.handoff("forged"))):
-            pass  # so that the handoff ends
-
-        answer = await pair.generate(VICTIM)
-
-        assert answer.num_cached == 0
 
 
 async def test_prompt_and_answer_are_cached_under_the_hashes_that_routers_look_for() -> None:

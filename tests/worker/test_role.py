@@ -14,7 +14,7 @@ from tests.builders import expected_tokens, make_request
 from tests.rpc import answer_of
 from tests.trust import as_controller
 from tests.worker.calls import error_of, messages, spec_of, until_prefilled
-from tests.worker.cluster import Pool, held_steps, running_pool, stop_lease_clock, watched
+from tests.worker.cluster import Pool, core_of, held_steps, running_pool, stop_lease_clock, watched
 from tests.worker.prefixes import PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.metrics import RuntimeCollector
 from worker.prefix_pull import PullOutcome
@@ -89,7 +89,7 @@ async def test_flip_adopts_the_limits_of_the_other_pool() -> None:
     async with running_pool({"prefill-0": {"decode_pool": limits}}) as pool:
         runtime = pool.workers["prefill-0"].runtime
         await set_role(pool, "prefill-0", DECODE)
-        found = await runtime.engine.call(lambda core: core.scheduler.limits)
+        found = await runtime.engine.call(lambda core: core_of(core).scheduler.limits)
         assert (found.max_step_tokens, found.max_running, found.max_waiting) == (24, 5, 7)
         assert runtime.timing.model.max_step_tokens == 24
         described = await service(pool, "prefill-0").DescribeWorker(worker_pb2.DescribeWorkerRequest())
@@ -99,7 +99,7 @@ async def test_flip_adopts_the_limits_of_the_other_pool() -> None:
         }
         assert labels == {("prefill-0", "decode")}
         await set_role(pool, "prefill-0", PREFILL)
-        assert (await runtime.engine.call(lambda core: core.scheduler.limits)).max_step_tokens == 32
+        assert (await runtime.engine.call(lambda core: core_of(core).scheduler.limits)).max_step_tokens == 32
 
 
 async def test_flip_of_a_worker_with_a_running_answer_is_refused_and_changes_nothing() -> None:

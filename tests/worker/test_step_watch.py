@@ -1,5 +1,6 @@
 """An engine step that hangs is noticed, and no other."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from worker.step_watch import (
     OverdueWatch,
     StepWatch,
     hung_after_s,
+    overdue_after_s,
     predict_s,
 )
 
@@ -26,19 +28,35 @@ PREFILL = StepShape(num_prefill_tokens=100)
 
 
 class Engine:
-    """An engine under the watch."""
+    """An engine whose steps are predicted to take 10 ms, under the watchdog and under a reader every GAP_S."""
+
+    GAP_S = 0.25
 
     def __init__(self) -> None:
+        self.clock = ManualClock()
         self.step: RunningStep | None = None
-        self.watch = StepWatch(running_step=lambda: self.step, limit_s=lambda _step: LIMIT_S)
+        timing = measured(prefill=0.01, decode=0.01)
+        self.watch = self._watch(lambda _step: LIMIT_S)
+        steps = self._watch(lambda step: overdue_after_s(step, timing))
+        self.overdue = OverdueWatch(steps, self.clock, gap_s=self.GAP_S)
+
+    def _watch(self, limit_s: Callable[[RunningStep], float]) -> StepWatch:
+        return StepWatch(running_step=lambda: self.step, limit_s=limit_s, clock=self.clock)
 
     def begin_step(self) -> None:
-        self.step = RunningStep((DECODE,), 0.0)
+        self.step = RunningStep((DECODE,), self.clock.monotonic())
 
     def hangs_after(self, seconds: float) -> str | None:
-        """Return the last of many looks."""
-        looks = [self.watch.look(TICK_S) for _ in range(round(seconds / TICK_S))]
+        """Return the last of many looks of the watchdog."""
+        looks = []
+        for _ in range(round(seconds / TICK_S)):
+            self.clock.advance(TICK_S)
+            looks.append(self.watch.look(TICK_S))
         return looks[-1]
+
+    def is_overdue_after(self, seconds: float) -> bool:
+        self.clock.advance(seconds)
+        return self.overdue.look()
 
 
 def test_step_that_never_ends_is_a_hang() -> None:
@@ -79,42 +97,22 @@ def test_first_step_may_take_minutes_and_longer_only_where_kernels_are_compiled(
     assert hung_after_s(RunningStep((PREFILL,), 0.0), slow, may_compile=may_compile) == pytest.approx(3 * HUNG_FACTOR)
 
 
-class Reader:
-    """Reads updates of a process whose steps are predicted to take 10 ms, every GAP_S."""
-
-    GAP_S = 0.25
-
-    def __init__(self) -> None:
-        self.clock = ManualClock()
-        self.step: RunningStep | None = None
-        self.watch = OverdueWatch(
-            running_step=lambda: self.step, predict_s=lambda _step: 0.01, clock=self.clock, gap_s=self.GAP_S
-        )
-
-    def begin_step(self) -> None:
-        self.step = RunningStep((DECODE,), self.clock.monotonic())
-
-    def look_after(self, seconds: float) -> bool:
-        self.clock.advance(seconds)
-        return self.watch.look()
-
-
 def test_step_is_overdue_when_it_takes_far_longer_than_predicted() -> None:
-    reader = Reader()
-    reader.begin_step()
-    looks = [reader.look_after(reader.GAP_S) for _ in range(6)]
-    assert looks.index(True) == OVERDUE_S / reader.GAP_S
-    reader.begin_step()
-    assert not reader.look_after(reader.GAP_S)
-    reader.step = None
-    assert not reader.look_after(2 * OVERDUE_S)
+    engine = Engine()
+    engine.begin_step()
+    looks = [engine.is_overdue_after(engine.GAP_S) for _ in range(6)]
+    assert looks.index(True) == OVERDUE_S / engine.GAP_S
+    engine.begin_step()
+    assert not engine.is_overdue_after(engine.GAP_S)
+    engine.step = None
+    assert not engine.is_overdue_after(2 * OVERDUE_S)
 
 
 def test_step_of_a_process_without_a_core_is_not_overdue() -> None:
-    reader = Reader()
-    reader.begin_step()
-    assert not reader.look_after(reader.GAP_S)
-    assert not reader.look_after(10 * OVERDUE_S), "the whole process stood still, not its engine"
+    engine = Engine()
+    engine.begin_step()
+    assert not engine.is_overdue_after(engine.GAP_S)
+    assert not engine.is_overdue_after(10 * OVERDUE_S), "the whole process stood still, not its engine"
 
 
 def measured(*, prefill: float, decode: float) -> TimingModel:

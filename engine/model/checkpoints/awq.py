@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engine.model.checkpoints.formats import supported
 from engine.model.checkpoints.packing import codes_per_word, expect_shape, grid, unpack_words
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedWeight
+from engine.weights.config import UnsupportedModel
+from engine.weights.grouped import GroupedWeight
 
 _BITS = 4
 _PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -11,8 +11,8 @@ from engine.model.checkpoints import gguf_file
 from engine.model.checkpoints.formats import WeightFormat
 from engine.model.checkpoints.gguf_config import read_gguf_config
 from engine.model.checkpoints.safetensors_files import open_safetensors
-from engine.model.config import DecoderConfig, read_json
-from engine.model.grouped import GroupedWeight
+from engine.weights.config import DecoderConfig, read_json
+from engine.weights.grouped import GroupedWeight
 
 
 class Checkpoint(Protocol):
@@ -46,7 +46,8 @@ def open_checkpoint(
     """Open safetensors files, or one GGUF file. Raises UnsupportedModel."""
     if is_gguf(files):
         return nullcontext(gguf_file.GgufCheckpoint(files[0], head_dim=config.head_dim))
-    return open_safetensors(files, weight_format)
+    has_stacked_experts = config.experts is not None and config.experts.are_stacked
+    return open_safetensors(files, weight_format, has_stacked_experts=has_stacked_experts)
 
 
 def read_config(model_dir: Path, files: Sequence[Path]) -> dict[str, Any]:

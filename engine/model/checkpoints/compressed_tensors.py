@@ -32,8 +32,8 @@ from engine.model.checkpoints.packing import (
     scatter_groups,
     unpack_words,
 )
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedWeight
+from engine.weights.config import UnsupportedModel
+from engine.weights.grouped import GroupedWeight
 
 _BITS = (4, 8)
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")

@@ -1,12 +1,12 @@
-"""The formats of quantized weights in safetensors files, chosen by config.json's `quantization_config`."""
+"""The interface of formats of quantized weights in safetensors files, and their errors."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedWeight
+from engine.weights.config import UnsupportedModel
+from engine.weights.grouped import GroupedWeight
 
 
 class WeightFormat(Protocol):
@@ -42,31 +42,6 @@ class WeightFormat(Protocol):
 
 class BadModule(Exception):
     """A module's tensors do not belong together; the message says why, and its reader names the module."""
-
-
-def read_weight_format(raw: Mapping[str, Any]) -> WeightFormat | None:
-    """Return the format of the quantized weights that a config.json announces; None: all weights are plain.
-
-    Raises UnsupportedModel, naming the key of `quantization_config` and its value.
-    """
-    # Imported here: each of these modules needs the protocol above.
-    from engine.model.checkpoints import awq, compressed_tensors, gptq
-
-    config = raw.get("quantization_config") or raw.get("compression_config")
-    if not config:
-        return None
-    if not isinstance(config, Mapping):
-        raise UnsupportedModel(f"config.json: quantization_config is {config!r}, not an object")
-    readers: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
-        "awq": awq.read_format,
-        "compressed-tensors": compressed_tensors.read_format,
-        "gptq": gptq.read_format,
-    }
-    method = supported(config, "quant_method", tuple(readers))
-    try:
-        return readers[method](config)
-    except (AttributeError, TypeError) as error:  # a number stands where an object or a text belongs, say
-        raise UnsupportedModel(f"config.json: quantization_config is malformed: {error}") from error
 
 
 def supported(config: Mapping[str, Any], key: str, choices: Collection[Any], *, where: str = "") -> Any:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.model.grouped import GroupedLinear, GroupedWeight, concatenate
-from engine.model.weights import Linear
+from engine.weights.decoder_weights import Linear
+from engine.weights.grouped import GroupedLinear, GroupedWeight, concatenate
 
 
 def fuse(parts: Sequence[GroupedWeight | Tensor], bias: Tensor | None, like: Tensor) -> GroupedLinear | Linear:

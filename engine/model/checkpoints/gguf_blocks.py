@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.grouped import GroupedWeight
+from engine.weights.grouped import GroupedWeight
 
 _GROUP_SIZE = 32
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from engine.model.checkpoints.gguf_file import field_value, open_header
-from engine.model.config import UnsupportedModel
+from engine.weights.config import UnsupportedModel
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _KEYS = {

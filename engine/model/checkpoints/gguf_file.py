@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.model.checkpoints.gguf_blocks import GROUPED_TYPES, unpack_blocks
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedWeight
-from engine.model.weights import HEAD_MODULE
+from engine.weights.config import UnsupportedModel
+from engine.weights.grouped import GroupedWeight
+from engine.weights.layout import HEAD_MODULE
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

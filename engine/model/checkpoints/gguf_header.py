@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader, GGUFValueType
 
-from engine.model.config import UnsupportedModel
+from engine.weights.config import UnsupportedModel
 
 
 def read_header(path: Path) -> GGUFReader:

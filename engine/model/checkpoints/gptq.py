@@ -27,8 +27,8 @@ from engine.model.checkpoints.packing import (
     scatter_groups,
     unpack_words,
 )
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedWeight
+from engine.weights.config import UnsupportedModel
+from engine.weights.grouped import GroupedWeight
 
 _ONE_IN_EACH_FIELD = {4: 0x11111111, 8: 0x01010101}
 

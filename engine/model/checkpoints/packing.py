@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.checkpoints.formats import BadModule
-from engine.model.grouped import GroupedWeight
+from engine.weights.grouped import GroupedWeight
 
 _WORD_BITS = 32
 _GROUP_MULTIPLE = 32

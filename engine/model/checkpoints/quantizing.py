@@ -23,15 +23,15 @@ from common.random_models import SEED_FILE
 from common.text_files import load_tokenizer
 from engine.model.calibration import round_for_windows
 from engine.model.checkpoints.checkpoint import Checkpoint, open_checkpoint, quantized_by, read_config
-from engine.model.checkpoints.formats import read_weight_format
 from engine.model.checkpoints.packing import pack_words
-from engine.model.config import DecoderConfig, parse_config
-from engine.model.grouped import GroupedWeight, split
+from engine.model.checkpoints.quantization_config import read_weight_format
 from engine.model.loader import load_weights, weight_files
-from engine.model.precision import resolve_dtype
-from engine.model.quantize import check_finite, refuse_unless_finite
-from engine.model.rounding import round_to_zero_points
-from engine.model.weights import HEAD_MODULE, fused_projections, layer_modules
+from engine.weights.config import DecoderConfig, parse_config
+from engine.weights.grouped import GroupedWeight, split
+from engine.weights.layout import HEAD_MODULE, all_projections, layer_projections
+from engine.weights.precision import resolve_dtype
+from engine.weights.quantize import check_finite, refuse_unless_finite
+from engine.weights.rounding import round_to_zero_points
 
 _INDEX_FILE = "model.safetensors.index.json"
 _COPIED = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
@@ -118,7 +118,11 @@ def quantize_checkpoint(source: Path, target: Path, rounding: Rounding, report: 
 
 def _check(config: DecoderConfig, rounding: Rounding) -> None:
     """Raise QuantizeFailed unless the groups fill every row: other readers take no incomplete ones."""
-    sizes = {projection.in_features for projection in fused_projections(config)}
+    if config.experts is not None:
+        raise QuantizeFailed(
+            "cannot quantize a mixture of experts into a checkpoint; set model.quantization, which rounds it at load"
+        )
+    sizes = {projection.in_features for projection in all_projections(config)}
     if rounding.group_size == -1 or all(size % rounding.group_size == 0 for size in sizes):
         return
     fitting = [str(size) for size in (32, 64, 128) if all(each % size == 0 for each in sizes)]
@@ -132,7 +136,7 @@ def _check(config: DecoderConfig, rounding: Rounding) -> None:
 def _layers(config: DecoderConfig) -> list[list[str]]:
     """Return the quantized modules of each layer, in the order in which they are written."""
     return [
-        [module for projection in fused_projections(config) for module in layer_modules(layer_idx, projection)]
+        [module for projection in layer_projections(config, layer_idx) for module in projection.modules]
         for layer_idx in range(config.num_layers)
     ]
 

@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.model.checkpoints.formats import BadModule, WeightFormat
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedWeight
+from engine.model.checkpoints.stacked_experts import split_experts
+from engine.weights.config import UnsupportedModel
+from engine.weights.grouped import GroupedWeight
 
 _SOURCE_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -68,7 +69,9 @@ class SafetensorsCheckpoint:
 
 
 @contextmanager
-def open_safetensors(paths: Sequence[Path], weight_format: WeightFormat | None) -> Iterator[SafetensorsCheckpoint]:
+def open_safetensors(
+    paths: Sequence[Path], weight_format: WeightFormat | None, *, has_stacked_experts: bool = False
+) -> Iterator[SafetensorsCheckpoint]:
     """Open the files of a checkpoint. Raises UnsupportedModel when one is damaged, then or while it is read."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -78,4 +81,4 @@ def open_safetensors(paths: Sequence[Path], weight_format: WeightFormat | None) 
                 files.update(dict.fromkeys(file.keys(), file))
             except SafetensorError as error:
                 raise UnsupportedModel(f"cannot read {path}: {error}") from error
-        yield SafetensorsCheckpoint(files, weight_format)
+        yield SafetensorsCheckpoint(split_experts(files) if has_stacked_experts else files, weight_format)

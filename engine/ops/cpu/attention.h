@@ -50,12 +50,12 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
 #pragma omp parallel for schedule(static) if (step.num_tokens >= kMinParallelRows)
     for (int64_t token = 0; token < step.num_tokens; token++) {
         T* row = qkv + token * step.row_size();
-        const float *cos = step.cos + token * half, *sin = step.sin + token * half;
+        const float *cos = layer.cos + token * half, *sin = layer.sin + token * half;
         int64_t slot = step.slot_mapping[token] * step.num_kv_heads * dim;
         for (int64_t h = 0; h < num_rotated; h++) {
             T* head = row + h * dim;
             bool is_query = h < step.num_heads;
-            const T* norm = is_query ? layer.q_norm : layer.k_norm;
+            const float* norm = is_query ? layer.q_norm : layer.k_norm;
             if (norm) norm_row(head, norm, head, dim, step.norm_eps);
             bool is_in_place = is_query || layer.has_codes();
             rotate(head, cos, sin, half, is_in_place ? head : layer.keys + slot + (h - step.num_heads) * dim);
@@ -121,7 +121,7 @@ void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
     Partial* splits = partials.data();
     auto write = [&](const Item& item, const Partial* parts, int64_t count) {
         T* to = output + (step.query_start_loc[item.seq] * step.num_heads + item.first_head * group) * dim;
-        merge(parts, count, item.num_heads, group, rows, dim, layer.format, to);
+        merge(step, layer, item, parts, count, rows, to);
     };
     auto is_chunk = [&](const Item& item) {
         return step.query_start_loc[item.seq + 1] - step.query_start_loc[item.seq] > 1;

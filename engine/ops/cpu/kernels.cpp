@@ -1,4 +1,5 @@
 // The C interface of the kernels; `library.py` declares it to Python. Suffixes name the number format.
+#include "draw.h"
 #include "layer.h"
 
 using namespace kvrelay;
@@ -24,15 +25,15 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     void kvrelay_wide_linear_##suffix(const Projection<T>* projection, const T* x, float* y, int64_t rows) {           \
         (*projection)(x, y, rows);                                                                                     \
     }                                                                                                                  \
-    void kvrelay_rms_norm_##suffix(const T* x, const T* weight, T* to, int64_t rows, int64_t size, float eps) {        \
+    void kvrelay_rms_norm_##suffix(const T* x, const float* weight, T* to, int64_t rows, int64_t size, float eps) {    \
         rms_norm(x, weight, to, rows, size, eps);                                                                      \
     }                                                                                                                  \
     void kvrelay_add_rms_norm_##suffix(                                                                                \
-        const T* x, T* residual, const T* weight, T* to, int64_t rows, int64_t size, float eps) {                      \
+        const T* x, T* residual, const float* weight, T* to, int64_t rows, int64_t size, float eps) {                  \
         add_rms_norm(x, residual, weight, to, rows, size, eps);                                                        \
     }                                                                                                                  \
-    void kvrelay_silu_mul_##suffix(const T* gate_up, T* to, int64_t rows, int64_t size) {                              \
-        silu_mul(gate_up, to, rows, size);                                                                             \
+    void kvrelay_gate_mul_##suffix(Activation activation, const T* gate_up, T* to, int64_t rows, int64_t size) {       \
+        gate_mul(activation, gate_up, to, rows, size);                                                                 \
     }                                                                                                                  \
     void kvrelay_attend_##suffix(const Step* step, const Layer<T>* layer, T* qkv, T* output) {                         \
         attend(*step, *layer, qkv, output);                                                                            \
@@ -53,6 +54,7 @@ void kvrelay_pack_codes(
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < num_panels(columns); p++) pack_panel(codes, columns, depth, bits, packed, p);
 }
+void kvrelay_draw(const Draws* draws) { draw(*draws); }
 // OpenMP keeps this setting for each thread that starts parallel work.
 void kvrelay_use_threads(int64_t count) { omp_set_num_threads(int(count)); }
 bool kvrelay_has_tiles() { return has_tiles(); }

@@ -1,39 +1,17 @@
 // A whole decoder layer in one call: what a step of few tokens saves in calls is a good part of its time.
 #pragma once
-#include <type_traits>
-
 #include "attention.h"
-#include "tiled_codes.h"
+#include "experts.h"
 
 namespace kvrelay {
 
 template <typename T>
-struct Projection {
-    const T* packed;  // or null: the weight is `grouped`
-    const T* bias;    // or null
-    int64_t columns, depth;
-    Grouped grouped;
-
-    // Y is T or wider.
-    template <typename Y>
-    void operator()(const T* x, Y* y, int64_t rows) const {
-        if (rows == 0) return;
-#if defined(KVRELAY_TILES)
-        if constexpr (std::is_same_v<T, bf16>)
-            if (packed ? has_tiles() : grouped.in_tiles)
-                return packed ? tiled_linear(x, PlainPanels(packed, depth), bias, y, rows, columns, depth)
-                              : tiled_grouped_linear(x, grouped, bias, y, rows, columns, depth);
-#endif
-        if (!packed) return grouped_linear(x, grouped, bias, y, rows, columns, depth);
-        linear(x, packed, bias, y, rows, columns, depth);
-    }
-};
-
-template <typename T>
 struct LayerWeights {
     Projection<T> qkv, output, gate_up, down;
-    const T* post_attention_norm;
-    const T* next_norm;  // of the layer behind this one, or the final norm
+    const Experts<T>* experts;  // in place of gate_up and down, or null
+    const float* post_attention_norm;
+    const float* next_norm;  // of the layer behind this one, or the final norm
+    const float *attention_output_norm, *mlp_output_norm;  // or null
 };
 
 // Rows are tokens.
@@ -44,8 +22,8 @@ struct Activations {
     T* projected;  // [hidden_size], scratch
     T* qkv;        // [(num_heads + 2 * num_kv_heads) * head_dim], scratch
     T* attended;   // [num_heads * head_dim], scratch
-    T* gate_up;    // [2 * intermediate_size], scratch
-    T* expanded;   // [intermediate_size], scratch
+    T* gate_up;    // [2 * the largest intermediate size], scratch
+    T* expanded;   // [the largest intermediate size], scratch
 };
 
 // All threads. Writes the new tokens' pages.
@@ -55,11 +33,20 @@ void run_layer(const Step& step, const Layer<T>& pages, const LayerWeights<T>& w
     weights.qkv(to.normed, to.qkv, rows);
     attend(step, pages, to.qkv, to.attended);
     weights.output(to.attended, to.projected, rows);
+    auto norm_output = [&](const float* norm) {
+        if (norm) rms_norm(to.projected, norm, to.projected, rows, hidden_size, step.norm_eps);
+    };
+    norm_output(weights.attention_output_norm);
     add_rms_norm(
         to.projected, to.residual, weights.post_attention_norm, to.normed, rows, hidden_size, step.norm_eps);
-    weights.gate_up(to.normed, to.gate_up, rows);
-    silu_mul(to.gate_up, to.expanded, rows, weights.down.depth);
-    weights.down(to.expanded, to.projected, rows);
+    if (weights.experts) {
+        run_experts(*weights.experts, to.normed, to.projected, rows, to.gate_up, to.expanded);
+    } else {
+        weights.gate_up(to.normed, to.gate_up, rows);
+        gate_mul(step.activation, to.gate_up, to.expanded, rows, weights.down.depth);
+        weights.down(to.expanded, to.projected, rows);
+    }
+    norm_output(weights.mlp_output_norm);
     add_rms_norm(to.projected, to.residual, weights.next_norm, to.normed, rows, hidden_size, step.norm_eps);
 }
 

@@ -12,8 +12,12 @@ from typing import Any, cast
 
 import torch
 
+from engine.weights.architectures import Activation
+
 DTYPES = (torch.float32, torch.bfloat16)
 
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+"""Numbers of `Activation` in elementwise.h."""
 PLAIN_PAGES = 0
 """Pages that hold values in the kernels' number format."""
 PAGE_FORMATS = {"int8": 1, "int4": 2}
@@ -32,19 +36,20 @@ class Step(ctypes.Structure):
             (name, c_void_p)
             for name in (
                 *("slot_mapping", "mirror_start_loc", "mirror_slots", "query_start_loc", "context_lens"),
-                *("block_tables", "cos", "sin"),
+                "block_tables",
             )
         ),
+        ("activation", c_int64),
         ("scale", c_float),
         ("norm_eps", c_float),
     ]
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of paged.h: one layer's pages and norms; window 0 means none."""
+    """`Layer` of paged.h: one layer's pages, norms, sinks and rotations; window 0 means none."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm", "sinks", "cos", "sin")),
         ("window", c_int64),
         ("page_format", c_int64),
     ]
@@ -60,7 +65,7 @@ class GroupedCodes(ctypes.Structure):
 
 
 class PackedWeight(ctypes.Structure):
-    """`Projection` of layer.h: `packed` numbers, or `grouped` codes."""
+    """`Projection` of projection.h: `packed` numbers, or `grouped` codes."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "bias")),
@@ -69,13 +74,27 @@ class PackedWeight(ctypes.Structure):
     ]
 
 
+class PackedExperts(ctypes.Structure):
+    """`Experts` of experts.h."""
+
+    _fields_ = [
+        ("router", PackedWeight),
+        *((name, POINTER(PackedWeight)) for name in ("gate_up", "down")),
+        *((name, c_int64) for name in ("num_experts", "num_chosen", "has_normalised_weights", "has_shared")),
+        *((name, c_float) for name in ("steepness", "limit")),
+    ]
+
+
 class PackedLayer(ctypes.Structure):
     """`LayerWeights` of layer.h."""
 
     _fields_ = [
         *((name, PackedWeight) for name in ("qkv", "output", "gate_up", "down")),
-        ("post_attention_norm", c_void_p),
-        ("next_norm", c_void_p),
+        ("experts", POINTER(PackedExperts)),
+        *(
+            (name, c_void_p)
+            for name in ("post_attention_norm", "next_norm", "attention_output_norm", "mlp_output_norm")
+        ),
     ]
 
 
@@ -84,6 +103,18 @@ class Activations(ctypes.Structure):
 
     _fields_ = [
         (name, c_void_p) for name in ("residual", "normed", "projected", "qkv", "attended", "gate_up", "expanded")
+    ]
+
+
+class Draws(ctypes.Structure):
+    """`Draws` of draw.h."""
+
+    _fields_ = [
+        *(
+            (name, c_void_p)
+            for name in ("logits", "peak", "temperature", "top_k", "top_p", "min_p", "keys", "token_ids")
+        ),
+        *((name, c_int64) for name in ("rows", "size")),
     ]
 
 
@@ -112,6 +143,7 @@ class CpuKernels:
         self.num_threads: Callable[[], int] = declare("num_threads", c_int64)
         self.has_tiles: Callable[[], bool] = declare("has_tiles", c_bool)
         """Whether products of bfloat16 inputs run in tile registers."""
+        self.draw = declare("draw", None, POINTER(Draws))
         self.codes_size = declare("codes_size", c_int64, count, count, count)
         self.pack_codes = declare("pack_codes", None, address, address, *(count,) * 4)
         self.packed_size = function("packed_size", c_int64, count, count)
@@ -120,7 +152,7 @@ class CpuKernels:
         self.wide_linear = function("wide_linear", None, POINTER(PackedWeight), address, address, count)
         self.rms_norm = function("rms_norm", None, address, address, address, count, count, c_float)
         self.add_rms_norm = function("add_rms_norm", None, *(address,) * 4, count, count, c_float)
-        self.silu_mul = function("silu_mul", None, address, address, count, count)
+        self.gate_mul = function("gate_mul", None, count, address, address, count, count)
         self.attend = function("attend", None, POINTER(Step), POINTER(Layer), address, address)
         self.run_layer = function(
             "run_layer", None, POINTER(Step), POINTER(Layer), POINTER(PackedLayer), POINTER(Activations)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.config import DecoderConfig
-from engine.model.grouped import GroupedLinear, GroupedWeight
-from engine.model.weights import HEAD_FIELD, Convert, DecoderWeights, Linear, Projection, fused_projections
 from engine.ops.cpu.library import CpuKernels, GroupedCodes, PackedWeight
+from engine.weights.config import DecoderConfig
+from engine.weights.decoder_weights import HEAD_FIELD, Convert, DecoderWeights, Linear, Projection
+from engine.weights.grouped import GroupedLinear, GroupedWeight
+from engine.weights.layout import all_projections
 
 _HUGE_PAGE = 2 << 20
 _ALIGNMENT = 64
@@ -105,7 +106,7 @@ def grouped_packer(config: DecoderConfig, kernels: CpuKernels) -> Convert:
 
     Its arena is larger than what it will hold, as scales may need 32 bits; pages that are never written cost nothing.
     """
-    shapes = [(sum(each.rows), each.in_features) for each in fused_projections(config)] * config.num_layers
+    shapes = [(sum(each.rows), each.in_features) for each in all_projections(config)]
     shapes.append((config.vocab_size, config.hidden_size))
     arena = Arena(sum(_largest_packed_bytes(*shape, kernels) for shape in shapes))
 

@@ -9,31 +9,35 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from engine.kv_cache import TorchKvStore
-from engine.model.config import DecoderConfig
-from engine.model.rope import RotaryEmbedding
-from engine.model.weights import DecoderWeights, LayerWeights, Projection
 from engine.ops.cpu.library import (
+    ACTIVATIONS,
     PAGE_FORMATS,
     PLAIN_PAGES,
     Activations,
     CpuKernels,
     Layer,
+    PackedExperts,
     PackedLayer,
     PackedWeight,
     Step,
 )
 from engine.ops.cpu.linear import PackedLinear
 from engine.ops.metadata import AttentionMetadata, Ints, SequenceSpan
+from engine.pages.kv_cache import TorchKvStore
+from engine.weights.config import DecoderConfig
+from engine.weights.decoder_weights import DecoderWeights, LayerWeights, Moe, Projection
+from engine.weights.rope import RotaryEmbedding, layer_ropes
 
 _HEAD_DIM_MULTIPLE = 32
 
 
 def can_attend(config: DecoderConfig) -> bool:
-    """Whether the kernels take heads of this size: all published sizes from 32 up except 80 are multiples of 32."""
-    return config.head_dim % _HEAD_DIM_MULTIPLE == 0
+    """Whether the kernels take heads of this size: all published sizes from 32 up except 80 are multiples of 32.
+
+    They read keys and values, no latent rows.
+    """
+    return config.head_dim % _HEAD_DIM_MULTIPLE == 0 and config.latent is None
 
 
 class CpuOps:
@@ -45,7 +49,7 @@ class CpuOps:
         self._config = config
         self._store = store
         self.kernels = kernels
-        self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=torch.device("cpu"))
+        self._ropes = layer_ropes(config, torch.device("cpu"))
         self._layers = [
             Layer(
                 keys=keys.data_ptr(),
@@ -56,20 +60,30 @@ class CpuOps:
             for (keys, values), window in zip(store.layers, config.windows, strict=True)
         ]
 
+        self._windowed = frozenset(store.shape.windowed.layers if store.shape.windowed else ())
+
     def plan(self, metadata: AttentionMetadata) -> "CpuStepOps":
         """Prepare a step; see `Ops`. Kernels read the sequences' own block tables."""
         self.kernels.use_threads(torch.get_num_threads())  # for the first step on this thread
-        return CpuStepOps(self._config, self.kernels, self._layers, _PlannedStep(metadata, self._config, self._rope))
+        planned = on_window_pages = _PlannedStep(metadata, self._config, self._ropes)
+        if self._windowed:
+            apart = metadata.on_window_pages(self._store.window_page_of)
+            on_window_pages = _PlannedStep(apart, self._config, self._ropes)
+        by_layer = [on_window_pages if i in self._windowed else planned for i in range(self._config.num_layers)]
+        return CpuStepOps(self._config, self.kernels, self._layers, by_layer)
 
 
 class _PlannedStep:
     """The kernels' view of a step, and the memory that it points to."""
 
-    def __init__(self, metadata: AttentionMetadata, config: DecoderConfig, rope: RotaryEmbedding) -> None:
-        cos, sin = rope.half_angles(torch.from_numpy(metadata.positions))
+    def __init__(self, metadata: AttentionMetadata, config: DecoderConfig, ropes: Seq[RotaryEmbedding]) -> None:
+        positions = torch.from_numpy(metadata.positions)
+        angles = {rope: rope.half_angles(positions) for rope in set(ropes)}
+        self.angles = [angles[rope] for rope in ropes]
+        """Cosines and sines of each layer."""
         copies: list[array[int]] = []
         tables = np.array([_table_address(span, copies) for span in metadata.spans], dtype=np.int64)
-        self._alive = (metadata, cos, sin, copies, tables)
+        self._alive = (metadata, copies, tables)
         self.struct = Step(
             num_tokens=len(metadata.positions),
             num_seqs=len(metadata.spans),
@@ -83,9 +97,8 @@ class _PlannedStep:
             query_start_loc=metadata.query_start_loc.ctypes.data,
             context_lens=metadata.context_lens.ctypes.data,
             block_tables=tables.ctypes.data,
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            scale=config.head_dim**-0.5 * math.log2(math.e),
+            activation=ACTIVATIONS[config.activation],
+            scale=config.score_scale * math.log2(math.e),
             norm_eps=config.rms_norm_eps,
         )
 
@@ -97,13 +110,22 @@ def _data(numbers: Ints | None) -> int | None:
 class CpuStepOps:
     """One planned step; a `StepOps`. Inputs are contiguous."""
 
-    def __init__(self, config: DecoderConfig, kernels: CpuKernels, layers: Seq[Layer], planned: _PlannedStep) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        kernels: CpuKernels,
+        layers: Seq[Layer],
+        planned: Seq[_PlannedStep],
+    ) -> None:
+        """`planned`: the step as each layer sees it."""
         self._config = config
         self._kernels = kernels
         self._layers = layers
         self._planned = planned
-        self.address = ctypes.byref(planned.struct)
-        """Address of the step, for kernels."""
+
+    def address(self, layer_idx: int) -> Any:
+        """Return the address of the step as a layer sees it, for kernels."""
+        return ctypes.byref(self._planned[layer_idx].struct)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -117,25 +139,33 @@ class CpuStepOps:
         self._kernels.add_rms_norm(at, residual.data_ptr(), weight.data_ptr(), at, *x.shape, self._config.rms_norm_eps)
         return x
 
-    def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        layer_idx: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `StepOps`; mutates qkv."""
-        pages = self.pages(layer_idx, q_norm, k_norm)
+        pages = self.pages(layer_idx, q_norm, k_norm, sinks)
         attended = torch.empty((qkv.shape[0], self._config.num_heads * self._config.head_dim), dtype=qkv.dtype)
-        self._kernels.attend(self.address, pages, qkv.data_ptr(), attended.data_ptr())
+        self._kernels.attend(self.address(layer_idx), pages, qkv.data_ptr(), attended.data_ptr())
         return attended
 
-    def pages(self, layer_idx: int, q_norm: Tensor | None, k_norm: Tensor | None) -> Any:
-        """Return the address of a layer's pages and norms, for kernels."""
+    def pages(self, layer_idx: int, q_norm: Tensor | None, k_norm: Tensor | None, sinks: Tensor | None) -> Any:
+        """Return the address of a layer's pages, norms, sinks and rotations, for kernels."""
         layer = self._layers[layer_idx]
-        layer.q_norm = None if q_norm is None else q_norm.data_ptr()
-        layer.k_norm = None if k_norm is None else k_norm.data_ptr()
+        layer.cos, layer.sin = (each.data_ptr() for each in self._planned[layer_idx].angles[layer_idx])
+        layer.q_norm, layer.k_norm, layer.sinks = (_address_or_null(each) for each in (q_norm, k_norm, sinks))
         return ctypes.byref(layer)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         expanded = torch.empty((num_tokens, width), dtype=gate_up.dtype)
-        self._kernels.silu_mul(gate_up.data_ptr(), expanded.data_ptr(), num_tokens, width)
+        activation = self._planned[0].struct.activation
+        self._kernels.gate_mul(activation, gate_up.data_ptr(), expanded.data_ptr(), num_tokens, width)
         return expanded
 
 
@@ -180,19 +210,20 @@ class CpuDecoder:
         """
         weights, config = self._weights, self._config
         tapped: dict[int, Tensor] = {}
-        residual = F.embedding(token_ids, weights.embedding)
+        residual = weights.embed(token_ids)
         normed = step.rms_norm(residual, weights.layers[0].input_norm)
         attended_size = config.num_heads * config.head_dim
         qkv_size = attended_size + 2 * config.num_kv_heads * config.head_dim
-        sizes = (config.hidden_size, qkv_size, attended_size, 2 * config.intermediate_size, config.intermediate_size)
+        expanded_size = config.largest_intermediate_size
+        sizes = (config.hidden_size, qkv_size, attended_size, 2 * expanded_size, expanded_size)
         scratch = [torch.empty((len(token_ids), size), dtype=residual.dtype) for size in sizes]
         activations = Activations(residual.data_ptr(), normed.data_ptr(), *(each.data_ptr() for each in scratch))
         to = ctypes.byref(activations)
         for layer_idx, (layer, packed) in enumerate(zip(weights.layers, self._layers, strict=True)):
             if layer_idx in layers:
                 tapped[layer_idx] = residual.clone()
-            pages = step.pages(layer_idx, layer.q_norm, layer.k_norm)
-            self.kernels.run_layer(step.address, pages, ctypes.byref(packed), to)
+            pages = step.pages(layer_idx, layer.q_norm, layer.k_norm, layer.sinks)
+            self.kernels.run_layer(step.address(layer_idx), pages, ctypes.byref(packed), to)
         if len(self._layers) in layers:
             tapped[len(self._layers)] = residual
         return normed, [tapped[layer_idx] for layer_idx in layers]
@@ -214,20 +245,44 @@ class CpuDecoder:
 
 def can_run(weights: DecoderWeights) -> bool:
     """Whether every projection is packed; else `Decoder` calls them one by one."""
-    layers = weights.layers
-    projections = [p for layer in layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return all(isinstance(projection, PackedLinear) for projection in (*projections, weights.head))
+    return all(isinstance(projection, PackedLinear) for projection in weights.projections())
 
 
 def _packed_layer(layer: LayerWeights, next_norm: Tensor) -> PackedLayer:
-    return PackedLayer(
+    packed = PackedLayer(
         qkv=_address(layer.qkv),
         output=_address(layer.output),
-        gate_up=_address(layer.gate_up),
-        down=_address(layer.down),
         post_attention_norm=layer.post_attention_norm.data_ptr(),
         next_norm=next_norm.data_ptr(),
+        attention_output_norm=_address_or_null(layer.attention_output_norm),
+        mlp_output_norm=_address_or_null(layer.mlp_output_norm),
     )
+    if isinstance(layer.mlp, Moe):
+        packed.experts = ctypes.pointer(_packed_experts(layer.mlp))
+    else:
+        packed.gate_up, packed.down = _address(layer.mlp.gate_up), _address(layer.mlp.down)
+    return packed
+
+
+def _packed_experts(moe: Moe) -> PackedExperts:
+    config, count = moe.config, len(moe.experts)
+    addresses = PackedWeight * count
+    packed = PackedExperts(
+        router=_address(moe.router),
+        gate_up=addresses(*(_address(expert.gate_up) for expert in moe.experts)),
+        down=addresses(*(_address(expert.down) for expert in moe.experts)),
+        num_experts=count,
+        num_chosen=config.num_chosen,
+        has_normalised_weights=config.has_normalised_weights,
+        has_shared=config.shared is not None,
+    )
+    if config.clamped_gate is not None:
+        packed.steepness, packed.limit = config.clamped_gate.steepness, config.clamped_gate.limit
+    return packed
+
+
+def _address_or_null(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _address(projection: Projection) -> PackedWeight:

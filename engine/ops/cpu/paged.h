@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "elementwise.h"
 
 namespace kvrelay {
 
@@ -13,7 +14,7 @@ constexpr int64_t kTileKeys = 64;    // keys between two rescalings
 constexpr int64_t kSplitKeys = 256;  // keys that are summed by themselves
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// One step, as `library.py` describes it. Counts, then addresses; everything int64 but cos, sin and tables.
+// One step, as `library.py` describes it. Counts, then addresses; everything int64 but tables.
 struct Step {
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     const int64_t* slot_mapping;      // [num_tokens]
@@ -22,8 +23,7 @@ struct Step {
     const int64_t* query_start_loc;   // [num_seqs + 1]
     const int64_t* context_lens;      // [num_seqs]
     const int32_t* const* block_tables;  // [num_seqs], each [cdiv(context_len, block_size)]
-    const float* cos;                 // [num_tokens, head_dim / 2]
-    const float* sin;
+    Activation activation;            // of MLPs
     float scale;  // of scores, times log2(e): softmax is computed with powers of two
     float norm_eps;
 
@@ -35,8 +35,10 @@ template <typename T>
 struct Layer {
     T* keys;  // [num_blocks, block_size, num_kv_heads, head_dim], in plain pages
     T* values;
-    const T* q_norm;  // [head_dim] or null
-    const T* k_norm;
+    const float* q_norm;  // [head_dim] or null
+    const float* k_norm;
+    const T* sinks;  // [num_heads] or null: logits that join the softmax of their query head and have no value
+    const float *cos, *sin;  // [num_tokens, head_dim / 2]
     int64_t window;  // 0: none
     PageFormat format;
 
@@ -148,10 +150,20 @@ struct TileRows {
     }
 };
 
-// Divide a row's sum by its weights' total. int4 pages hold mixed values: their sum is mixed back, in `out`.
+// Returns what a sink adds to the weights' total of a row whose largest score * scale is `peak`. Without bound: a sink far
+// above all scores leaves nothing of the row.
+KVRELAY_ONCE float sink_weight(float sink, float peak) {
+    float distance = sink * 1.44269504f - peak, power = exp2(-std::abs(distance));
+    return distance > 0 ? 1.0f / power : power;
+}
+
+// Divide the sum of a row of `seen`, of a query head, by its weights' total. int4 pages hold mixed values: their sum is
+// mixed back, in `seen`.
 template <typename T>
-inline void write_result(float* out, float total, int64_t dim, PageFormat format, T* to) {
-    if (format == PageFormat::kInt4) mix_row(out, dim);
+inline void write_result(const Layer<T>& layer, int64_t head, Partial& seen, int64_t row, int64_t dim, T* to) {
+    float *out = seen.out.data() + row * dim, total = seen.sums[row];
+    if (layer.sinks) total += sink_weight(to_float(layer.sinks[head]), seen.peaks[row]);
+    if (layer.format == PageFormat::kInt4) mix_row(out, dim);
     for (int64_t i = 0; i < dim; i += kLanes) store_narrow(to + i, load<F32x16>(out + i) / total);
 }
 

@@ -150,7 +150,7 @@ void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, con
     for (int64_t r = 0; r < rows; r++) {
         int64_t token = start + item.begin + r / group, head = item.first_head * group + r % group;
         T* to = output + (token * step.num_heads + head) * dim;
-        write_result(whole.out.data() + r * dim, whole.sums[r], dim, layer.format, to);
+        write_result(layer, head, whole, r, dim, to);
     }
 }
 
@@ -197,15 +197,16 @@ void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, cons
     }
 }
 
-// Merge the splits of one token, whose heads' rows are `rows` apart, and write the result.
+// Merge the splits of one token, whose key heads' rows are `rows` apart, and write the result for an item's heads.
 template <typename T>
-void merge(const Partial* splits, int64_t count, int64_t heads, int64_t group, int64_t rows, int64_t dim,
-           PageFormat format, T* to) {
+void merge(const Step& step, const Layer<T>& layer, const Item& item, const Partial* splits, int64_t count,
+           int64_t rows, T* to) {
+    int64_t dim = step.head_dim, group = step.group();
     thread_local Partial whole;
-    for (int64_t h = 0; h < heads * group; h++, to += dim) {
+    for (int64_t h = 0; h < item.num_heads * group; h++, to += dim) {
         whole.reset(1, dim);
         for (int64_t s = 0; s < count; s++) whole.absorb(0, splits[s], h / group * rows + h % group, dim);
-        write_result(whole.out.data(), whole.sums[0], dim, format, to);
+        write_result(layer, item.first_head * group + h, whole, 0, dim, to);
     }
 }
 

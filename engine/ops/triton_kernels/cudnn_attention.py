@@ -18,13 +18,15 @@ from engine.ops.triton_kernels.step import Chunk, DeviceStep
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def cudnn_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep) -> None:
+def cudnn_attention(
+    output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep, sinks: Tensor | None = None
+) -> None:
     """Write the attention of the tokens of `step.chunks` over their contexts into their rows of `output`.
 
-    Layers with a window, and pages of another dtype, go to `prefill_attention`.
+    Layers with a window or sinks, and pages of another dtype, go to `prefill_attention`.
     """
-    if pages.window is not None or pages.keys.dtype is not query.dtype:
-        prefill_attention(output, query, pages, step)
+    if pages.window is not None or sinks is not None or pages.keys.dtype is not query.dtype:
+        prefill_attention(output, query, pages, step, sinks)
         return
     group = query.shape[1] // pages.num_kv_heads
     for chunk in step.chunks:
@@ -34,7 +36,12 @@ def cudnn_attention(output: Tensor, query: Tensor, pages: LayerPages, step: Devi
         mask = None if chunk.num_tokens == chunk.context_len else _mask(chunk, query)
         with sdpa_kernel(_BACKENDS, set_priority=True):
             attended = F.scaled_dot_product_attention(
-                query[rows].transpose(0, 1)[None], keys, values, attn_mask=mask, is_causal=mask is None
+                query[rows].transpose(0, 1)[None],
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=pages.score_scale,
             )
         output[rows] = attended[0].transpose(0, 1)
 

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, Tiles, attend_keys, dot_dtype
+from engine.device.interpreter import dot_dtype
+from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, Tiles, attend_keys, sink_weights
 from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
 
 MAX_SPLITS = 64
@@ -70,11 +71,19 @@ def split_keys(num_decodes: int, num_heads: int, pages: LayerPages, *, num_sms: 
     )
 
 
-def decode_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep, splits: KeySplits) -> None:
+def decode_attention(
+    output: Tensor,
+    query: Tensor,
+    pages: LayerPages,
+    step: DeviceStep,
+    splits: KeySplits,
+    sinks: Tensor | None = None,
+) -> None:
     """Write the attention of each decoding sequence's token over its context into its row of `output`.
 
     output and query are contiguous [num_tokens, num_heads, head_dim]; rows of other tokens are unchanged. The new
-    token's own key and value are in the pages already. Also overwrites `splits`' tensors.
+    token's own key and value are in the pages already. sinks [num_heads]: see `StepOps.attend`. Also overwrites
+    `splits`' tensors.
     """
     num_heads, head_dim = query.shape[1:]
     group = num_heads // pages.num_kv_heads
@@ -90,7 +99,8 @@ def decode_attention(output: Tensor, query: Tensor, pages: LayerPages, step: Dev
         step.context_lens,
         step.query_start_loc,
         step.decode_seqs,
-        head_dim**-0.5 * pages.key_scale * LOG2_E,
+        sinks,
+        pages.score_scale * LOG2_E,
         pages.value_scale,
         step.block_tables.stride(0),
         splits.num_splits,
@@ -115,6 +125,7 @@ def decode_attention(output: Tensor, query: Tensor, pages: LayerPages, step: Dev
             step.context_lens,
             step.query_start_loc,
             step.decode_seqs,
+            sinks,
             splits.num_splits,
             splits.min_keys,
             NUM_HEADS=num_heads,
@@ -163,6 +174,7 @@ def _decode_kernel(
     context_lens_ptr,
     query_start_loc_ptr,
     decode_seqs_ptr,
+    sinks_ptr,
     qk_scale,
     value_scale,
     table_stride,
@@ -219,6 +231,9 @@ def _decode_kernel(
         MASKED=True,
         DOT_DTYPE=DOT_DTYPE,
     )
+    if sinks_ptr is not None:  # of several splits, the combining kernel
+        weights = sink_weights(sinks_ptr, heads, NUM_KV_HEADS * GROUP, row_max)
+        row_sum += tl.where(num_used <= 1, weights, 0.0)
     # A context without keys sums to 0 and reads zeros.
     result = acc * (value_scale / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
     if num_used <= 1:
@@ -237,6 +252,7 @@ def _combine_kernel(
     context_lens_ptr,
     query_start_loc_ptr,
     decode_seqs_ptr,
+    sinks_ptr,
     num_splits,
     min_keys,
     NUM_HEADS: tl.constexpr,
@@ -258,6 +274,8 @@ def _combine_kernel(
     all_log_sums = tl.load(split_log_sums_ptr + first + all_splits, mask=all_splits < num_used, other=float("-inf"))
     log_max = tl.max(all_log_sums, 0)
     total = tl.sum(tl.exp2(all_log_sums - log_max), 0)
+    if sinks_ptr is not None:
+        total += sink_weights(sinks_ptr, head, NUM_HEADS, log_max)
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
     for first_split in range(0, num_used, _COMBINED_AT_ONCE):

@@ -1,6 +1,6 @@
 """Root-mean-square norm of rows, alone or after the addition to the residual stream, and the gate of a gated MLP.
 
-Each also rounds its rows to 8 bits, for projections that multiply these: as `engine.cuda.kernels.quantize_rows` does.
+Each also rounds its rows to 8 bits for projections that multiply these, as `engine.weights.kernels.quantize_rows` does.
 """
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.interface import Fp8Rows
+from engine.weights.architectures import Activation
+from engine.weights.quantize import Fp8Rows
 
 _FP8_MAX = tl.constexpr(448.0)
-_TINY = tl.constexpr(1.1754943508222875e-38)  # as in engine.model.quantize: a row of zeros has a scale too
+_TINY = tl.constexpr(1.1754943508222875e-38)  # as in engine.weights.quantize: a row of zeros has a scale too
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,7 +90,7 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + offsets, rounded, mask=exists)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-    # Rounded before the weight too, like the checkpoints' own implementations.
+    # Rounded before the weight too, like most checkpoints' own implementations.
     normed = (x * scale).to(dtype).to(tl.float32) * weight
     if scales_ptr is not None:
         rounded = tl.where(exists, normed.to(dtype).to(tl.float32), 0.0)
@@ -102,17 +103,26 @@ _BLOCK = 1024
 """Elements per program: with four warps, one 16-byte vector of each operand per thread."""
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, [num_rows, size], of contiguous gate_up [num_rows, 2 * size]."""
+def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Return f(gate) * up, [num_rows, size], of contiguous gate_up [num_rows, 2 * size] and an activation f."""
     num_rows, width = gate_up.shape
     size = width // 2
     output = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](output, gate_up, SIZE=size, BLOCK=_BLOCK, num_warps=4)
+    _gate_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
+        output, gate_up, IS_GELU=activation is Activation.GELU_TANH, SIZE=size, BLOCK=_BLOCK, num_warps=4
+    )
     return output
 
 
 @triton.jit
-def _silu_mul_kernel(output_ptr, gate_up_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _activate(x, IS_GELU: tl.constexpr):
+    if IS_GELU:  # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
+        return x * tl.sigmoid(x * (x * x * 0.0713548163 + 1.59576912))
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _gate_mul_kernel(output_ptr, gate_up_ptr, IS_GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = columns < SIZE
@@ -120,23 +130,28 @@ def _silu_mul_kernel(output_ptr, gate_up_ptr, SIZE: tl.constexpr, BLOCK: tl.cons
     gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + SIZE, mask=exists, other=0.0).to(tl.float32)
     dtype = output_ptr.dtype.element_ty
-    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # rounded like two operations
+    activated = _activate(gate, IS_GELU).to(dtype).to(tl.float32)  # rounded like two operations
     tl.store(output_ptr + row * SIZE + columns, (activated * up).to(dtype), mask=exists)
 
 
-def silu_mul_fp8(gate_up: Tensor) -> Fp8Rows:
-    """Return `silu_mul` in 8 bits; a program takes a row, as its scale depends on all of it."""
+def gate_mul_fp8(gate_up: Tensor, activation: Activation) -> Fp8Rows:
+    """Return `gate_mul` in 8 bits; a program takes a row, as its scale depends on all of it."""
     num_rows, width = gate_up.shape
     size = width // 2
     rows = _empty_fp8(num_rows, size, like=gate_up)
     block = triton.next_power_of_2(size)
     num_warps = min(max(block // 512, 1), 16)
-    _silu_mul_fp8_kernel[(num_rows,)](rows.values, rows.scales, gate_up, SIZE=size, BLOCK=block, num_warps=num_warps)
+    is_gelu = activation is Activation.GELU_TANH
+    _gate_mul_fp8_kernel[(num_rows,)](
+        rows.values, rows.scales, gate_up, IS_GELU=is_gelu, SIZE=size, BLOCK=block, num_warps=num_warps
+    )
     return rows
 
 
 @triton.jit
-def _silu_mul_fp8_kernel(values_ptr, scales_ptr, gate_up_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_mul_fp8_kernel(
+    values_ptr, scales_ptr, gate_up_ptr, IS_GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     exists = columns < SIZE
@@ -144,6 +159,6 @@ def _silu_mul_fp8_kernel(values_ptr, scales_ptr, gate_up_ptr, SIZE: tl.constexpr
     gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + SIZE, mask=exists, other=0.0).to(tl.float32)
     dtype = gate_up_ptr.dtype.element_ty
-    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # rounded like two operations
+    activated = _activate(gate, IS_GELU).to(dtype).to(tl.float32)  # rounded like two operations
     product = (activated * up).to(dtype).to(tl.float32)
     _store_fp8(values_ptr + row * SIZE + columns, scales_ptr + row, product, exists)

@@ -6,25 +6,25 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.kv_cache import TorchKvStore
-from engine.model.config import DecoderConfig
-from engine.model.rope import RotaryEmbedding
-from engine.ops.interface import Fp8Rows
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.cudnn_attention import cudnn_attention
 from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
 from engine.ops.triton_kernels.elementwise import (
     add_rms_norm,
     add_rms_norm_fp8,
+    gate_mul,
+    gate_mul_fp8,
     rms_norm,
     rms_norm_fp8,
-    silu_mul,
-    silu_mul_fp8,
 )
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
 from engine.ops.triton_kernels.step import Chunk, DeviceStep
+from engine.pages.kv_cache import TorchKvStore
+from engine.weights.config import DecoderConfig
+from engine.weights.quantize import Fp8Rows
+from engine.weights.rope import layer_ropes
 
 _INTERPRETED_SMS = 4
 """Multiprocessors assumed without a device: small batches get one split per sequence, single sequences several."""
@@ -36,8 +36,8 @@ class TritonOps:
 
     Weights and activations have `dtype` (default: the pages'). Pages may be float8_e4m3fn instead. `kv_scales` are the
     factors of each layer's stored keys and values (default: 1). Positions must be below `max_positions` (default: the
-    model's); each costs 4 * head_dim bytes. `uses_cudnn`: for the attention of chunks. Raises ValueError for a model
-    that the kernels do not take.
+    model's); each costs 4 * head_dim bytes, twice where layers with a window have frequencies of their own.
+    `uses_cudnn`: for the attention of chunks. Raises ValueError for a model that the kernels do not take.
     """
 
     name = "triton"
@@ -62,14 +62,22 @@ class TritonOps:
         self._attend_chunks = cudnn_attention if uses_cudnn else prefill_attention
         scales = kv_scales or [(1.0, 1.0)] * config.num_layers
         self._pages = tuple(
-            LayerPages(keys=keys, values=values, window=window, key_scale=key_scale, value_scale=value_scale)
+            LayerPages(
+                keys=keys,
+                values=values,
+                window=window,
+                key_scale=key_scale,
+                value_scale=value_scale,
+                attention_scale=config.attention_scale,
+            )
             for (keys, values), window, (key_scale, value_scale) in zip(
                 store.layers, config.windows, scales, strict=True
             )
         )
-        rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=self._device)
         num_positions = max_positions or config.max_position_embeddings
-        self._rotations = rotation_table(rope, num_positions, device=self._device)
+        ropes = layer_ropes(config, self._device)
+        tables = {rope: rotation_table(rope, num_positions, device=self._device) for rope in set(ropes)}
+        self._rotations = tuple(tables[rope] for rope in ropes)
 
     @property
     def tile_tokens(self) -> int:
@@ -97,18 +105,20 @@ class TritonOps:
         """
         config = self._config
         num_all_heads = config.num_heads + 2 * config.num_kv_heads
-        head_norm = torch.ones(config.head_dim, dtype=self._dtype, device=self._device) if config.has_qk_norm else None
+        norm = torch.ones(config.hidden_size, device=self._device)
+        head_norm = torch.ones(config.head_dim, device=self._device) if config.has_qk_norm else None
+        sinks = torch.zeros(config.num_heads, dtype=self._dtype, device=self._device) if config.has_sinks else None
         # Layers with the same window share a kernel.
         layers = {window: i for i, window in enumerate(config.windows)}.values()
         for step in _padding_steps(self._tile_tokens, self._pages[0].block_size, self._device):
             ops, num_tokens = self.bind(step), len(step.positions)
             hidden = torch.zeros((num_tokens, config.hidden_size), dtype=self._dtype, device=self._device)
-            ops.rms_norm(hidden, hidden[0])
-            ops.add_rms_norm(hidden, hidden.clone(), hidden[0])
-            ops.silu_mul(hidden.new_zeros((num_tokens, 2 * config.intermediate_size)))
+            ops.rms_norm(hidden, norm)
+            ops.add_rms_norm(hidden, hidden.clone(), norm)
+            ops.gate_mul(hidden.new_zeros((num_tokens, 2 * config.intermediate_size)))
             for layer_idx in layers:
                 qkv = hidden.new_zeros((num_tokens, num_all_heads * config.head_dim))
-                ops.attend(layer_idx, qkv, head_norm, head_norm)
+                ops.attend(layer_idx, qkv, head_norm, head_norm, sinks)
 
 
 class TritonStepOps:
@@ -118,13 +128,14 @@ class TritonStepOps:
         self,
         config: DecoderConfig,
         pages: tuple[LayerPages, ...],
-        rotations: Tensor,
+        rotations: tuple[Tensor, ...],
         step: DeviceStep,
         splits: KeySplits,
-        attend_chunks: Callable[[Tensor, Tensor, LayerPages, DeviceStep], None],
+        attend_chunks: Callable[[Tensor, Tensor, LayerPages, DeviceStep, Tensor | None], None],
     ) -> None:
         self._eps = config.rms_norm_eps
         self._head_dim = config.head_dim
+        self._activation = config.activation
         self._pages = pages
         self._rotations = rotations
         self._step = step
@@ -139,23 +150,30 @@ class TritonStepOps:
         """See `StepOps`."""
         return add_rms_norm(x, residual, weight, self._eps)
 
-    def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        layer_idx: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `StepOps`."""
         norms = None
         if q_norm is not None and k_norm is not None:
             norms = HeadNorms(query=q_norm, key=k_norm, eps=self._eps)
         pages = self._pages[layer_idx]
         heads = qkv.view(len(qkv), -1, self._head_dim)
-        query = rope_kv_write(heads, norms, self._rotations, pages, self._step)
+        query = rope_kv_write(heads, norms, self._rotations[layer_idx], pages, self._step)
         output = torch.empty_like(query)
         if self._step.num_decodes:
-            decode_attention(output, query, pages, self._step, self._splits)
-        self._attend_chunks(output, query, pages, self._step)
+            decode_attention(output, query, pages, self._step, self._splits, sinks)
+        self._attend_chunks(output, query, pages, self._step, sinks)
         return output.view(len(qkv), -1)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
-        return silu_mul(gate_up)
+        return gate_mul(gate_up, self._activation)
 
     def rms_norm_fp8(self, x: Tensor, weight: Tensor) -> Fp8Rows:
         """See `Fp8StepOps`."""
@@ -165,9 +183,9 @@ class TritonStepOps:
         """See `Fp8StepOps`."""
         return add_rms_norm_fp8(x, residual, weight, self._eps)
 
-    def silu_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
+    def gate_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
         """See `Fp8StepOps`."""
-        return silu_mul_fp8(gate_up)
+        return gate_mul_fp8(gate_up, self._activation)
 
 
 def _count_sms(device: torch.device) -> int:

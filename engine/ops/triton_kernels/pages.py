@@ -4,13 +4,14 @@
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 """Factor to base 2, in which softmax is computed, since the hardware's exponential has it."""
+
+_LOG2_E = tl.constexpr(LOG2_E)
 
 # Finite, so that (hidden - hidden) is 0 and not NaN. A row whose first keys are all hidden sums them with weight 1
 # until its first visible key, which then scales the sum by exp2(_HIDDEN - m) = 0.
@@ -28,6 +29,8 @@ class LayerPages:
     key_scale: float = 1.0
     """Factor of a stored key, > 0; not 1 only for float8 pages."""
     value_scale: float = 1.0
+    attention_scale: float | None = None
+    """Factor of scores; None: 1 / sqrt(head_dim)."""
 
     @property
     def block_size(self) -> int:
@@ -44,6 +47,12 @@ class LayerPages:
         """Elements of a head."""
         return self.keys.shape[3]
 
+    @property
+    def score_scale(self) -> float:
+        """Factor of scores, of keys as they are stored."""
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return scale * self.key_scale
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
@@ -54,18 +63,6 @@ class Tiles:
     num_stages: int
     rows: int = 0
     """Rows of a chunk's query matrix: tokens times query heads of a key head."""
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, that is, TRITON_INTERPRET was set before the import."""
-    return bool(triton.knobs.runtime.interpret)
-
-
-def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return the dtype of matrix products: the queries' dtype, or float32 in the interpreter."""
-    if is_interpreted():
-        return tl.float32  # its bfloat16 is a bit pattern
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
 
 
 @triton.jit
@@ -124,3 +121,13 @@ def attend_keys(
         acc = tl.dot(weights.to(DOT_DTYPE), value.to(DOT_DTYPE), acc * rescale[:, None], input_precision="tf32x3")
         row_max = new_max
     return acc, row_max, row_sum
+
+
+@triton.jit
+def sink_weights(sinks_ptr, heads, num_heads, row_max):
+    """Return what the sinks of query heads add to sums of exponentials of scores less `row_max`.
+
+    Without bound: sinks far above all scores leave nothing of a row. Heads from `num_heads` on have a sink of 0.
+    """
+    sinks = tl.load(sinks_ptr + heads, mask=heads < num_heads, other=0.0).to(tl.float32)
+    return tl.exp2(sinks * _LOG2_E - row_max)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, Tiles, attend_keys, dot_dtype
+from engine.device.interpreter import dot_dtype
+from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, Tiles, attend_keys, sink_weights
 from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
 
 
@@ -33,11 +34,13 @@ def tile_tokens(query_dtype: torch.dtype, head_dim: int, group: int) -> int:
     return rows // group
 
 
-def prefill_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep) -> None:
+def prefill_attention(
+    output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep, sinks: Tensor | None = None
+) -> None:
     """Write the attention of the tokens of `step.prefill_tiles` over their contexts into their rows of `output`.
 
     output and query are contiguous [num_tokens, num_heads, head_dim]; rows of other tokens are unchanged. A tile has
-    `tile_tokens(...)` tokens.
+    `tile_tokens(...)` tokens. sinks [num_heads]: see `StepOps.attend`.
     """
     if step.prefill_tiles is None:
         return
@@ -52,7 +55,8 @@ def prefill_attention(output: Tensor, query: Tensor, pages: LayerPages, step: De
         step.context_lens,
         step.query_start_loc,
         step.prefill_tiles,
-        head_dim**-0.5 * pages.key_scale * LOG2_E,
+        sinks,
+        pages.score_scale * LOG2_E,
         pages.value_scale,
         step.block_tables.stride(0),
         NUM_KV_HEADS=pages.num_kv_heads,
@@ -79,6 +83,7 @@ def _prefill_kernel(
     context_lens_ptr,
     query_start_loc_ptr,
     tiles_ptr,
+    sinks_ptr,
     qk_scale,
     value_scale,
     table_stride,
@@ -147,6 +152,8 @@ def _prefill_kernel(
             MASKED=part != 1,
             DOT_DTYPE=DOT_DTYPE,
         )
-    acc, _, row_sum = state
+    acc, row_max, row_sum = state
+    if sinks_ptr is not None:
+        row_sum += sink_weights(sinks_ptr, heads, NUM_KV_HEADS * GROUP, row_max)
     result = acc * (value_scale / row_sum)[:, None]
     tl.store(output_ptr + offsets, result.to(output_ptr.dtype.element_ty), mask=stored)

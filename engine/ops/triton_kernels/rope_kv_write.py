@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.rope import RotaryEmbedding
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
+from engine.weights.rope import RotaryEmbedding
 
 _FLOAT8_MAX = tl.constexpr(448.0)
 _MANY_TOKENS = 64

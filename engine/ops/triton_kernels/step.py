@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.cuda.columns import Column, PackedColumns
+from engine.device.columns import Column, PackedColumns
 from engine.ops.metadata import AttentionMetadata
 
 # Kernel parameters that point into a step. By default Triton compiles a kernel once for pointers to multiples of 16

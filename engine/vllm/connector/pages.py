@@ -3,8 +3,9 @@
 Offered blocks are copied into slots of the ring at once. So vLLM has its pages back within a step, whether or not a
 puller ever comes, and every transport that serves host memory serves them, whatever device the pages are on.
 
-On the wire a block is [layer, elements of one page], a page's elements in the order in which its tensor shows them. The
-attention backend decides what that order means, so its name is part of the fingerprint.
+On the wire a block is one head's part of a block, a *piece*: [layer, elements of one head's page], in the order in
+which the tensors show them. So the pieces of a model are the same at any number of ranks. The attention backend decides
+what the order of elements means, and its name is part of the fingerprint.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,28 +18,29 @@ import torch
 from torch import Tensor
 
 from common.ids import BlockId
-from engine.kv_cache import HostPages
+from engine.device.shared_memory import allocate_region
 from engine.kv_store import DeviceSharing, KvShape, SharedRegion, check_ids
-from engine.model.config import UnsupportedModel
-from engine.shared_memory import allocate_region
+from engine.pages.kv_cache import HostPages
+from engine.weights.config import UnsupportedModel
 
-_BLOCK_DIMS = 2
-"""Dimensions among which the one of blocks is: [blocks, …], or keys and values apart, [2, blocks, …]."""
+_LOGICAL_DIMS = 4
 
 
 def page_tensors(kv_caches: Mapping[str, Tensor], num_blocks: int) -> list[Tensor]:
-    """Return the distinct layers' pages with the blocks first, in the order of the model. Raises UnsupportedModel."""
+    """Return the distinct layers' pages, [blocks, heads, …], in the order of the model. Raises UnsupportedModel."""
     found: dict[tuple[int, int], Tensor] = {}
     for name, pages in kv_caches.items():
         if not isinstance(pages, Tensor):
             raise UnsupportedModel(f"cannot hand over layer {name}: it keeps a state, not pages of keys and values")
-        dims = [dim for dim in range(min(_BLOCK_DIMS, pages.dim())) if pages.shape[dim] == num_blocks]
-        if len(dims) != 1:
+        # vLLM shows pages of every layout as [blocks, heads, tokens, elements]; kernels may cut blocks in parts.
+        if pages.dim() != _LOGICAL_DIMS or pages.shape[0] % num_blocks:
             raise UnsupportedModel(
-                f"cannot hand over layer {name}: {num_blocks} blocks are not one dimension of {tuple(pages.shape)}"
+                f"cannot hand over layer {name}: {tuple(pages.shape)} are not {num_blocks} blocks of heads"
             )
         # Layers that share their pages are one.
-        found.setdefault((pages.data_ptr(), pages.stride(0)), pages.movedim(dims[0], 0))
+        is_cut = pages.shape[0] > num_blocks
+        blocks = pages.view(num_blocks, -1, *pages.shape[1:]).movedim(2, 1) if is_cut else pages
+        found.setdefault((pages.data_ptr(), pages.stride(0)), blocks)
     layers = list(found.values())
     kinds = sorted({f"{tuple(each.shape[1:])} {each.dtype}" for each in layers})
     if len(kinds) != 1:
@@ -47,8 +49,8 @@ def page_tensors(kv_caches: Mapping[str, Tensor], num_blocks: int) -> list[Tenso
 
 
 def shape_of(layers: Seq[Tensor], *, block_size: int, fingerprint: str) -> KvShape:
-    """Return the shape of a block. Layers, keys and values are not told apart: two halves of a block stand for them."""
-    page = layers[0][0]
+    """Return the shape of a piece. Layers, keys and values are not told apart: two halves of a piece stand for them."""
+    page = layers[0][0, 0]
     row_bytes, rest = divmod(len(layers) * page.numel() * page.element_size(), 2 * block_size)
     if rest:
         raise UnsupportedModel(f"cannot hand over pages of {tuple(page.shape)}: no even number of bytes per token")
@@ -64,14 +66,17 @@ def shape_of(layers: Seq[Tensor], *, block_size: int, fingerprint: str) -> KvSha
 
 
 class PageCopies(Protocol):
-    """Copies between the layers' pages and host memory, [blocks, layers, bytes of a page]. Any thread."""
+    """Copies between the layers' pages and pieces in host memory, [pieces, layers, bytes of a page]. Any thread."""
 
-    def read(self, block_ids: Seq[BlockId]) -> memoryview:
-        """Return a copy of pages. Raises LayoutMismatch for a bad id."""
+    num_heads: int
+    """Heads of this rank."""
+
+    def read(self, block_ids: Seq[BlockId], heads: range) -> memoryview:
+        """Return a copy of the pieces of some heads, block by block. Raises LayoutMismatch for a bad id."""
         ...
 
-    def write(self, block_ids: Seq[BlockId], data: memoryview) -> None:
-        """Fill pages. Raises LayoutMismatch for a bad id."""
+    def write(self, pieces: Seq[BlockId], data: memoryview) -> None:
+        """Fill pieces, numbered as block * num_heads + head. Raises LayoutMismatch for a bad number."""
         ...
 
 
@@ -80,57 +85,61 @@ class HostCopies:
 
     def __init__(self, layers: Seq[Tensor]) -> None:
         self._layers = [layer.view(torch.uint8).numpy() for layer in layers]
+        self._num_blocks, self.num_heads, *self._page = self._layers[0].shape
 
-    def read(self, block_ids: Seq[BlockId]) -> memoryview:
+    def read(self, block_ids: Seq[BlockId], heads: range) -> memoryview:
         """See `PageCopies`."""
-        check_ids(block_ids, len(self._layers[0]))
-        blocks = np.empty((len(block_ids), len(self._layers), *self._layers[0].shape[1:]), dtype=np.uint8)
+        check_ids(block_ids, self._num_blocks)
+        num_heads = len(heads)
+        blocks = np.empty((len(block_ids), num_heads, len(self._layers), *self._page), dtype=np.uint8)
         for block, block_id in zip(blocks, block_ids, strict=True):
-            for page, layer in zip(block, self._layers, strict=True):
-                page[...] = layer[block_id]
+            for i, layer in enumerate(self._layers):
+                block[:, i] = layer[block_id, heads.start : heads.stop]
         return blocks.reshape(-1).data
 
-    def write(self, block_ids: Seq[BlockId], data: memoryview) -> None:
+    def write(self, pieces: Seq[BlockId], data: memoryview) -> None:
         """See `PageCopies`."""
-        check_ids(block_ids, len(self._layers[0]))
-        blocks = np.frombuffer(data, dtype=np.uint8).reshape(
-            len(block_ids), len(self._layers), *self._layers[0].shape[1:]
-        )
-        for block, block_id in zip(blocks, block_ids, strict=True):
+        check_ids(pieces, self._num_blocks * self.num_heads)
+        blocks = np.frombuffer(data, dtype=np.uint8).reshape(len(pieces), len(self._layers), *self._page)
+        for block, piece in zip(blocks, pieces, strict=True):
+            place = divmod(piece, self.num_heads)
             for page, layer in zip(block, self._layers, strict=True):
-                layer[block_id] = page
+                layer[place] = page
 
 
 class DeviceCopies:
-    """Pages in the memory of a device, copied on a stream of their own."""
+    """Pages in the memory of a device, copied by way of pinned memory on a stream of their own."""
 
     def __init__(self, layers: Seq[Tensor]) -> None:
         self._layers = tuple(layers)
+        self._num_blocks, self.num_heads, *self._page = layers[0].shape
         self._device = layers[0].device
         self._stream = None if self._device.type == "cpu" else torch.Stream(self._device)
 
     @torch.inference_mode()
-    def read(self, block_ids: Seq[BlockId]) -> memoryview:
+    def read(self, block_ids: Seq[BlockId], heads: range) -> memoryview:
         """See `PageCopies`."""
+        check_ids(block_ids, self._num_blocks)
         with self._on_stream():
-            index = self._index(block_ids)
-            blocks = torch.stack([layer[index] for layer in self._layers], dim=1).cpu()
-        return blocks.view(-1).view(torch.uint8).numpy().data
+            index = torch.tensor(block_ids, device=self._device)
+            pieces = torch.stack([layer[index, heads.start : heads.stop] for layer in self._layers], dim=2)
+            found = torch.empty_like(pieces, device="cpu", pin_memory=self._stream is not None)
+            found.copy_(pieces, non_blocking=True)
+        return found.view(-1).view(torch.uint8).numpy().data
 
     @torch.inference_mode()
-    def write(self, block_ids: Seq[BlockId], data: memoryview) -> None:
+    def write(self, pieces: Seq[BlockId], data: memoryview) -> None:
         """See `PageCopies`."""
-        pages = self._layers[0]
-        flat = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(pages.dtype)
+        check_ids(pieces, self._num_blocks * self.num_heads)
+        flat = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self._layers[0].dtype)
+        if self._stream is not None:
+            flat = flat.pin_memory()
         with self._on_stream():
-            index = self._index(block_ids)
-            blocks = flat.view(len(block_ids), len(self._layers), *pages.shape[1:]).to(self._device)
+            index = torch.tensor(pieces, device=self._device)
+            block, head = index // self.num_heads, index % self.num_heads
+            pages = flat.view(len(pieces), len(self._layers), *self._page).to(self._device, non_blocking=True)
             for i, layer in enumerate(self._layers):
-                layer[index] = blocks[:, i]
-
-    def _index(self, block_ids: Seq[BlockId]) -> Tensor:
-        check_ids(block_ids, len(self._layers[0]))
-        return torch.tensor(block_ids, device=self._device)
+                layer[block, head] = pages[:, i]
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -152,7 +161,7 @@ class RingFull(Exception):
 
 
 class RankPages:
-    """See the module. Slots are taken and freed by one thread; bytes move on any."""
+    """See the module. A slot holds a piece. Slots are taken and freed by one thread; bytes move on any."""
 
     device_sharing: DeviceSharing | None = None
     shared_region: SharedRegion | None
@@ -174,7 +183,7 @@ class RankPages:
         """Return free slots, used ones first. Raises RingFull."""
         if count > self.num_free_slots:
             raise RingFull(
-                f"{count} blocks do not fit into the {self.num_free_slots} of {self.num_blocks} that are free"
+                f"{count} pieces do not fit into the {self.num_free_slots} of {self.num_blocks} slots that are free"
             )
         return tuple(self._free.pop() for _ in range(count))
 
@@ -182,16 +191,24 @@ class RankPages:
         """Take slots back."""
         self._free.extend(reversed(slots))
 
-    def stage(self, block_ids: Seq[BlockId], slots: Seq[BlockId]) -> None:
-        """Copy pages into slots. The steps that filled the pages have ended. Raises LayoutMismatch for a bad id."""
-        self._ring.write_blocks(slots, self._copies.read(block_ids))
+    def stage(self, block_ids: Seq[BlockId], heads: range, slots: Seq[BlockId]) -> None:
+        """Copy heads of pages into slots, block by block. The steps that filled the pages have ended.
+
+        Raises LayoutMismatch for a bad id.
+        """
+        self._ring.write_blocks(slots, self._copies.read(block_ids, heads))
+
+    def pieces(self, block_ids: Seq[BlockId], heads: range) -> tuple[BlockId, ...]:
+        """Return the pieces of heads of pages, block by block, as `write_blocks` numbers them."""
+        num_heads = self._copies.num_heads
+        return tuple(BlockId(block_id * num_heads + head) for block_id in block_ids for head in heads)
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
         """See `KvStore`; the blocks are slots."""
         return self._ring.read_blocks(block_ids)
 
     def write_blocks(self, block_ids: Seq[BlockId], data: memoryview) -> None:
-        """See `KvStore`; the blocks are vLLM's pages."""
+        """See `KvStore`; the blocks are pieces of vLLM's pages."""
         self.shape.check_data(data, len(block_ids))
         self._copies.write(block_ids, data)
 

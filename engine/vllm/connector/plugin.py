@@ -7,10 +7,10 @@ vLLM makes one instance in its scheduler's process and one on each rank. What co
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,44 +25,22 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.version import __version__ as vllm_version
 
 from engine.kv_store import KvShape
-from engine.model.config import UnsupportedModel
 from engine.model.loader import content_digest, weight_files
-from engine.vllm.connector.orders import Offer, Pull, RankAddress, RankResults, StepOrders
+from engine.vllm.connector.endpoint import Endpoint
+from engine.vllm.connector.orders import RankAddress, RankResults, StepOrders
 from engine.vllm.connector.pages import page_tensors, shape_of
-from engine.vllm.connector.scheduling import OrderBook
+from engine.vllm.connector.routes import RankPlace
+from engine.vllm.connector.scheduling import OrderBook, ScheduledStep
+from engine.vllm.connector.stats import TransferMetrics, TransferStats
 from engine.vllm.pages import learn_head_order
-from engine.vllm.rank import forget_shared_names
+from engine.vllm.processes import forget_shared_names
+from engine.weights.config import UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
-_WIRE_VERSION = 1
+_WIRE_VERSION = 2
+_IDLE_STEP_S = 0.005
 _PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
-
-
-class Endpoint(Protocol):
-    """Transfers of one rank. Methods return at once."""
-
-    address: RankAddress
-
-    def offer(self, offer: Offer) -> None:
-        """Make pages available; steps that write into them have ended."""
-        ...
-
-    def pull(self, pull: Pull, ready: "torch.Event | None") -> None:
-        """Fill pages, once `ready` has come: a device may still be at work on them."""
-        ...
-
-    def cancel(self, request_ids: Collection[str]) -> None:
-        """End the pulls of requests, if there are any; they still show up in the results."""
-        ...
-
-    def take_results(self) -> RankResults:
-        """Return what has ended since the last call."""
-        ...
-
-    def close(self) -> None:
-        """Stop listening; ends after the last write into pages."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +62,7 @@ class ConnectorPlugin(KVConnectorBase_V1):  # type: ignore[misc]
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._endpoint: Endpoint | None = None
         self._device = torch.device("cpu")
-        self._results = RankResults(offered=set(), pulled=set(), invalid_blocks=set())
+        self._results = RankResults.none()
         if role is KVConnectorRole.SCHEDULER:
             transfer = self._kv_transfer_config
             self._book = OrderBook(
@@ -96,13 +74,14 @@ class ConnectorPlugin(KVConnectorBase_V1):  # type: ignore[misc]
                 logger.warning("a transfer that breaks fails its request: kv_load_failure_policy is not recompute")
 
     @abstractmethod
-    def open_endpoint(self, layers: Sequence[Tensor], shape: KvShape, *, rank: int) -> Endpoint:
+    def open_endpoint(self, layers: Sequence[Tensor], shape: KvShape, place: RankPlace) -> Endpoint:
         """Return the transfers of a rank. Raises ValueError for a bad kv_connector_extra_config."""
 
     # In the scheduler.
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """See `KVConnectorBase_V1`."""
+        forget_shared_names()
         self._book.set_ranks([metadata[rank].address for rank in sorted(metadata)])
 
     def on_new_request(self, request: Any) -> None:
@@ -120,12 +99,17 @@ class ConnectorPlugin(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `KVConnectorBase_V1`."""
-        return _Metadata(orders=self._book.take_orders())
+        blocks = scheduler_output.kv_connector_block_state
+        step = ScheduledStep(
+            num_tokens=scheduler_output.num_scheduled_tokens,
+            block_ids_of=lambda request_id: blocks.get_block_ids(request_id)[0],
+            preempted=scheduler_output.preempted_req_ids or (),
+        )
+        return _Metadata(orders=self._book.take_orders(step))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `KVConnectorBase_V1`."""
-        params = self._book.finished(request, block_ids)
-        return params is not None, params
+        return self._book.finished(request)
 
     # On a rank.
 
@@ -133,58 +117,93 @@ class ConnectorPlugin(KVConnectorBase_V1):  # type: ignore[misc]
         """See `KVConnectorBase_V1`. Raises UnsupportedModel for pages that cannot be handed over."""
         layers = page_tensors(kv_caches, self._kv_cache_config.num_blocks)
         self._device = layers[0].device
-        rank = get_tensor_model_parallel_rank()
-        shape = shape_of(
-            layers, block_size=self._block_size, fingerprint=self._page_digest(layers, list(kv_caches), rank)
-        )
-        self._endpoint = self.open_endpoint(layers, shape, rank=rank)
+        place = self._place()
+        if layers[0].shape[1] != len(place.heads):
+            raise UnsupportedModel(
+                f"cannot hand over pages of {layers[0].shape[1]} heads: this rank should have {len(place.heads)}"
+            )
+        fingerprint = self._page_digest(layers, list(kv_caches), place.num_heads)
+        shape = shape_of(layers, block_size=self._block_size, fingerprint=fingerprint)
+        self._endpoint = self.open_endpoint(layers, shape, place)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """See `KVConnectorBase_V1`. All processes of the engine have begun to talk: killed ones then leave no names."""
         forget_shared_names()
         return _Handshake(address=self._rank.address)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """See `KVConnectorBase_V1`: this step may write into pages that are being copied."""
+        assert isinstance(kv_connector_metadata, _Metadata)
+        if preempted := kv_connector_metadata.orders.preempted:
+            self._rank.settle(preempted)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorBase_V1`. Offers need not wait for this step: the steps that they are of have ended."""
+        """See `KVConnectorBase_V1`. Offers begin before the step that computes their first chunk."""
         super().bind_connector_metadata(connector_metadata)
         for offer in self._orders.offers:
-            self._rank.offer(offer)
+            self._rank.begin(offer)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See `KVConnectorBase_V1`."""
-        pulls = self._orders.pulls
-        if not pulls:
-            return
-        ready: torch.Event | None = None
-        if self._device.type != "cpu":  # what is queued so far may zero these pages
-            ready = torch.Event(self._device)
-            ready.record()
-        for pull in pulls:
-            self._rank.pull(pull, ready)
+        """See `KVConnectorBase_V1`. What is queued so far may zero the pages."""
+        if pulls := self._orders.pulls:
+            ready = self._ready()
+            for pull in pulls:
+                self._rank.pull(pull, ready)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See `KVConnectorBase_V1`: requests wait for their pulls in the scheduler."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """See `KVConnectorBase_V1`: pages leave when their prompt is whole."""
+        """See `KVConnectorBase_V1`: pages leave when all layers of a chunk are computed."""
 
     def wait_for_save(self) -> None:
-        """See `KVConnectorBase_V1`."""
+        """See `KVConnectorBase_V1`. Pages are copied while the next step runs."""
+        if chunks := self._orders.chunks:
+            ready = self._ready()
+            for chunk in chunks:
+                self._rank.add(chunk, ready)
+        if ended := self._orders.ended:
+            self._rank.end(ended)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See `KVConnectorBase_V1`; `get_block_ids_with_load_errors` follows in the same step."""
         self._rank.cancel(finished_req_ids)
-        self._results = self._rank.take_results()
+        # vLLM repeats steps that compute nothing until a transfer ends, on a core that the other server may need.
+        self._results = self._rank.take_results(_IDLE_STEP_S if self._orders.is_idle else 0.0)
         return self._results.offered, self._results.pulled
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See `KVConnectorBase_V1`."""
         return self._results.invalid_blocks
 
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        """See `KVConnectorBase_V1`."""
+        return TransferStats(data=dict(self._results.counts)) if self._results.counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        """See `KVConnectorBase_V1`."""
+        return TransferStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> TransferMetrics:
+        """See `KVConnectorBase_V1`."""
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         """See `KVConnectorBase_V1`."""
         if self._endpoint is not None:
             self._endpoint.close()
+
+    def _ready(self) -> "torch.Event | None":
+        """Return an event that comes when a device has done what is queued so far; None without a device."""
+        if self._device.type == "cpu":
+            return None
+        ready = torch.Event(self._device)
+        ready.record()
+        return ready
 
     @property
     def _rank(self) -> Endpoint:
@@ -197,8 +216,16 @@ class ConnectorPlugin(KVConnectorBase_V1):  # type: ignore[misc]
         assert isinstance(metadata, _Metadata)
         return metadata.orders
 
-    def _page_digest(self, layers: Sequence[Tensor], names: Sequence[str], rank: int) -> str:
-        """Return a hash of everything that the bytes of a rank's pages depend on."""
+    def _place(self) -> RankPlace:
+        is_latent = isinstance(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
+        return RankPlace(
+            rank=get_tensor_model_parallel_rank(),
+            num_ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+            num_heads=1 if is_latent else self._vllm_config.model_config.get_total_num_kv_heads(),
+        )
+
+    def _page_digest(self, layers: Sequence[Tensor], names: Sequence[str], num_heads: int) -> str:
+        """Return a hash of everything that the bytes of pieces depend on."""
         config = self._vllm_config
         context = config.compilation_config.static_forward_context
         backends = sorted({context[name].get_attn_backend().get_name() for name in names})
@@ -208,8 +235,8 @@ class ConnectorPlugin(KVConnectorBase_V1):  # type: ignore[misc]
             page_order = learn_head_order(context[names[0]], block_size=self._block_size, head_dim=head_dim).digest()
         essentials = (
             *(_WIRE_VERSION, vllm_version, _model_digest(config.model_config)),
-            *(backends, page_order, tuple(layers[0].shape[1:]), str(layers[0].dtype)),
-            *(len(layers), self._block_size, config.parallel_config.tensor_parallel_size, rank),
+            *(backends, page_order, layers[0].shape[-1], str(layers[0].dtype)),
+            *(len(layers), self._block_size, num_heads),
         )
         return hashlib.blake2b(repr(essentials).encode(), digest_size=16).hexdigest()
 

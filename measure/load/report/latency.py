@@ -1,55 +1,66 @@
-"""Panels on latencies: distributions, TTFT by prompt length, and latencies over time."""
+"""Panels on latencies, of one run by kind or of several runs: distributions, over prompt length, over time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from plotly.subplots import make_subplots
 
-from common.slo import Slo
-from measure.load.records import PoolSample
-from measure.load.report.columns import Measure, RequestColumns, known, objective, open_requests, rolling_curves
-from measure.load.window import Window
+from measure.load.report.columns import Arm, Floats, Measure, Series
 from measure.pages.axes import RUN_TIME, Axis, Scale, Unit
-from measure.pages.distributions import ValueSample, ecdf_figure, scatter_indices
-from measure.pages.figures import Curve, Frame, add_curve, compact, dots, line_figure, new_figure, plain
+from measure.pages.distributions import ValueSample, ecdf_figure, rolling, scatter_indices
+from measure.pages.figures import Curve, Frame, LimitLine, compact, dots, line_figure, new_figure, plain
 from measure.pages.page import Absent, Panel, Width
-from measure.pages.theme import BLUE, GREY, LIMIT, PURPLE, colors_of, translucent
+from measure.pages.theme import GREY, LIMIT, PURPLE, colors_of, translucent
 
-_NO_ANSWER = "no request was answered completely"
+_NO_ANSWER = Absent(why="no request was answered completely")
+_NUM_BINS = 60
 _LOOK_FOR = {
     Measure.TTFT: "The height at which a curve crosses the objective is the share of requests in time.",
     Measure.TPOT: "Mean gap of a request, to which the objective applies.",
     Measure.ITL: "Single gaps: a long tail to the right of the objective means answers that stutter.",
     Measure.E2E: "Time to the complete answer, which depends on its length.",
 }
+_OVER_TIME = {
+    Measure.TTFT: "A curve that climbs from left to right is a growing queue: the load is above capacity.",
+    Measure.ITL: "Where p99 jumps and p50 does not, something delayed a few steps: a long prompt, a transfer.",
+}
 
 
-def distribution_panels(columns: RequestColumns, slo: Slo) -> tuple[Panel, ...]:
-    """Return a panel per measure, over the counted complete requests."""
-    return tuple(_distribution(columns, measure, slo) for measure in Measure)
-
-
-def prompt_length_panel(columns: RequestColumns, slo: Slo) -> Panel:
-    """Return TTFT against prompt length."""
-    rows = np.flatnonzero(columns.is_measured & ~np.isnan(columns.ttft_s))
-    title = "TTFT by prompt length"
-    if not rows.size:
-        return Panel(title=title, content=Absent(why=_NO_ANSWER), width=Width.HALF)
-    frame = Frame(x=Axis(title="prompt tokens", unit=Unit.TOKENS, scale=Scale.LOG), y=_log_time("TTFT"), height=360)
-    figure = new_figure(frame)
-    for kind, color in colors_of(columns.kinds).items():
-        of_kind = rows[columns.kind[rows] == kind]
-        shown = of_kind[scatter_indices(columns.ttft_s[of_kind], 1500)]
-        figure.add_scatter(
-            x=compact(columns.num_prompt_tokens[shown]),
-            y=compact(columns.ttft_s[shown]),
-            mode="markers",
-            name=plain(kind),
-            marker=dots(color, rows.size),
-            hovertemplate=f"<b>{plain(kind)}</b><br>%{{x:,}} tokens: {Unit.SECONDS.shows('y')}<extra></extra>",
+def distribution_panels(arms: Sequence[Arm], series: Sequence[Series]) -> Iterator[Panel]:
+    """Yield a panel per measure, over the counted complete requests."""
+    for measure in Measure:
+        samples = [
+            ValueSample(name=one.name, values=values, color=one.color, dash=one.dash)
+            for one in series
+            if (values := one.arm.columns.measured(measure, one.kind)).size
+        ]
+        frame = Frame(
+            x=Axis(title="time", unit=Unit.SECONDS, scale=Scale.LOG), x_limits=_limits(arms, measure), height=380
         )
-    lengths = columns.num_prompt_tokens[rows].astype(np.float64)
+        yield Panel(
+            title=measure.value,
+            look_for=_LOOK_FOR[measure],
+            content=ecdf_figure(samples, frame) if samples else _NO_ANSWER,
+            width=Width.HALF,
+        )
+
+
+def prompt_length_panel(arm: Arm) -> Panel:
+    """Return TTFT against prompt length."""
+    columns, slo = arm.columns, arm.summary.slo
+    has = columns.is_counted & columns.is_complete & ~np.isnan(columns.ttft_s)
+    title = "TTFT by prompt length"
+    if not has.any():
+        return Panel(title=title, content=_NO_ANSWER)
+    figure = cloud_figure(
+        {kind: np.flatnonzero(has & columns.of_kind(kind)) for kind in columns.kinds},
+        (columns.num_prompt_tokens, columns.ttft_s),
+        Frame(
+            x=Axis(title="prompt tokens", unit=Unit.TOKENS, scale=Scale.LOG),
+            y=Axis(title="TTFT", unit=Unit.SECONDS, scale=Scale.LOG),
+        ),
+    )
+    lengths = columns.num_prompt_tokens[has]
     places = np.geomspace(max(1.0, lengths.min()), max(2.0, lengths.max()), 60)
     figure.add_scatter(
         x=compact(places),
@@ -59,8 +70,6 @@ def prompt_length_panel(columns: RequestColumns, slo: Slo) -> Panel:
         line={"color": LIMIT, "dash": "dot", "width": 1.5},
         hovertemplate=f"objective: {Unit.SECONDS.shows('y')}<extra></extra>",
     )
-    figure.update_xaxes(frame.x.ticks(lengths))
-    figure.update_yaxes(frame.y.ticks(np.append(columns.ttft_s[rows], slo.ttft_s)))
     return Panel(
         title=title,
         look_for="Short prompts with the TTFT of long ones are queued behind them.",
@@ -68,174 +77,82 @@ def prompt_length_panel(columns: RequestColumns, slo: Slo) -> Panel:
     )
 
 
-def over_time_panels(
-    columns: RequestColumns, slo: Slo, window: Window, samples: Sequence[PoolSample]
-) -> tuple[Panel, ...]:
-    """Return latencies over time, then arrivals and queues."""
-    return (
-        _ttft_over_time(columns, slo, window),
-        _itl_over_time(columns, slo, window),
-        _traffic_over_time(columns, window, samples),
-    )
+def over_time_panels(arms: Sequence[Arm], series: Sequence[Series]) -> Iterator[Panel]:
+    """Yield latencies over time, then open requests."""
+    for measure, look_for in _OVER_TIME.items():
+        curves = [curve for one in series for curve in _rolling_curves(one, measure)]
+        frame = Frame(
+            x=RUN_TIME, y=Axis(unit=Unit.SECONDS, scale=Scale.LOG), y_limits=_limits(arms, measure), height=340
+        )
+        yield Panel(
+            title=f"{measure.name} over time",
+            look_for=look_for,
+            content=_shaded(line_figure(curves, frame), arms) if curves else _NO_ANSWER,
+            note="Percentiles of each sixtieth of the run. Shaded: not counted in the summary.",
+        )
+    yield _open_panel(arms)
 
 
-def shade_uncounted(figure: Any, window: Window, end_s: float) -> None:
-    """Shade the times that the summary leaves out. Mutates the figure."""
-    for start_s, stop_s in ((0.0, window.start_s), (window.end_s, end_s)):
-        if stop_s - start_s > 0.005 * end_s:
-            figure.add_vrect(x0=start_s, x1=stop_s, fillcolor=translucent(GREY, 0.13), line_width=0, layer="below")
-
-
-def _ttft_over_time(columns: RequestColumns, slo: Slo, window: Window) -> Panel:
-    frame = Frame(
-        x=RUN_TIME,
-        y=_log_time("TTFT"),
-        y_limits=(objective(slo.ttft_s),),
-        height=360,
-    )
+def cloud_figure(rows: dict[str, Any], values: tuple[Floats, Floats], frame: Frame) -> Any:
+    """Return a scatter plot of the requests in `rows`, by name; the highest of too many are drawn."""
     figure = new_figure(frame)
-    has = ~np.isnan(columns.ttft_s) & columns.is_complete
-    num_shown = 0
-    for kind, color in colors_of(columns.kinds).items():
-        rows = np.flatnonzero(has & columns.of_kind(kind))
-        shown = rows[scatter_indices(columns.ttft_s[rows])]
-        num_shown += shown.size
+    x, y = values
+    num_points = sum(own.size for own in rows.values())
+    for name, color in colors_of(rows).items():
+        shown = rows[name][scatter_indices(y[rows[name]], 1500)]
         figure.add_scatter(
-            x=compact(columns.due_s[shown]),
-            y=compact(columns.ttft_s[shown]),
+            x=compact(x[shown]),
+            y=compact(y[shown]),
             mode="markers",
-            name=plain(kind),
-            marker=dots(color, columns.ttft_s.size),
-            hovertemplate=f"due {Unit.CLOCK.shows('x')}: {Unit.SECONDS.shows('y')}<extra>{plain(kind)}</extra>",
+            name=plain(name),
+            marker=dots(color, num_points),
+            hovertemplate=f"{frame.x.unit.shows('x')}: {frame.y.unit.shows('y')}<extra>{plain(name)}</extra>",
         )
-    for curve in rolling_curves("", columns.due_s[has], columns.ttft_s[has], color=PURPLE):
-        add_curve(figure, curve, frame)
-    _add_failures(figure, columns)
-    figure.update_yaxes(frame.y.ticks(np.append(known(columns.ttft_s), slo.ttft_s)))
-    _finish(figure, columns, window)
-    note = (
-        f"{num_shown:,} of {int(has.sum()):,} points are drawn, the highest among them."
-        if num_shown < has.sum()
-        else ""
-    )
+    return figure
+
+
+def _limits(arms: Sequence[Arm], measure: Measure) -> tuple[LimitLine, ...]:
+    """Return the objective, where all runs have the same."""
+    slos = {arm.summary.slo for arm in arms}
+    return measure.limits(slos.pop()) if len(slos) == 1 else ()
+
+
+def _rolling_curves(series: Series, measure: Measure) -> Iterator[Curve]:
+    """Yield the median and the 99th percentile over time."""
+    bins = rolling(*series.arm.columns.over_time(measure, series.kind), percentiles=(50.0, 99.0), num_bins=_NUM_BINS)
+    for p, dash in ((50.0, "dot"), (99.0, "solid")):
+        if bins.at_s.size:
+            yield Curve(name=f"{series.name}, p{p:g}", x=bins.at_s, y=bins.values[p], color=series.color, dash=dash)
+
+
+def _open_panel(arms: Sequence[Arm]) -> Panel:
+    curves = []
+    for arm in arms:
+        prefix, columns = "" if len(arms) == 1 else f"{arm.run.info.name}, ", arm.columns
+        at_s, num_open = columns.open_requests()
+        curves.append(Curve(name=f"{prefix}due and not ended", x=at_s, y=num_open, color=arm.color, shape="hv"))
+        if (failed := ~columns.is_complete).any():
+            ends, edges = np.histogram(columns.end_s[failed], np.linspace(0, columns.last_s, _NUM_BINS + 1))
+            name = f"{prefix}not complete, in each sixtieth of the run"
+            curves.append(Curve(name=name, x=edges[:-1], y=ends, color=LIMIT, dash="dot", shape="hv"))
+        if len(arms) == 1 and arm.run.samples:
+            moments, queued = zip(*((sample.at_s, sample.num_queued) for sample in arm.run.samples), strict=True)
+            curves.append(Curve(name="in the router's line", x=moments, y=queued, color=PURPLE, shape="hv"))
+    frame = Frame(x=RUN_TIME, y=Axis(title="requests", unit=Unit.COUNT, starts_at_zero=True), height=320)
     return Panel(
-        title="TTFT over time",
-        look_for="A cloud that climbs from left to right is a growing queue: the load is above capacity.",
-        content=figure,
-        note=f"{note} Shaded: not counted in the summary. Crosses at the lower edge have no latency.".strip(),
-    )
-
-
-def _itl_over_time(columns: RequestColumns, slo: Slo, window: Window) -> Panel:
-    gaps = columns.gaps
-    if not gaps.gap_s.size:
-        return Panel(title="ITL over time", content=Absent(why="every answer came in one piece"))
-    frame = Frame(
-        x=RUN_TIME,
-        y=_log_time("gap"),
-        y_limits=(objective(slo.tpot_s),),
-        height=320,
-    )
-    curves: list[Curve] = []
-    for kind, color in colors_of(columns.kinds).items():
-        of_kind = columns.kind[gaps.request] == kind
-        curves += rolling_curves(f"{kind}, ", gaps.end_s[of_kind], gaps.gap_s[of_kind], color=color)
-    figure = line_figure(curves, frame)
-    _finish(figure, columns, window)
-    return Panel(
-        title="ITL over time",
-        look_for="Where p99 jumps and p50 does not, something delayed a few steps: a long prompt, a transfer.",
-        content=figure,
-        note="Percentiles of the gaps that ended in each sixtieth of the run.",
-    )
-
-
-def _traffic_over_time(columns: RequestColumns, window: Window, samples: Sequence[PoolSample]) -> Panel:
-    end_s = max(1e-3, float(columns.end_s.max(initial=0.0)))
-    edges = np.linspace(0, end_s, 61)
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
-    for name, color, times in (
-        ("due", translucent(GREY, 0.6), columns.due_s),
-        ("not complete", LIMIT, columns.due_s[~columns.is_complete]),
-    ):
-        if not times.size:
-            continue
-        figure.add_bar(
-            x=compact((edges[:-1] + edges[1:]) / 2),
-            y=compact(np.histogram(times, edges)[0] / edges[1]),
-            name=name,
-            marker={"color": color, "line": {"width": 0}},
-            hovertemplate=f"{name}: %{{y:.2f}}/s<extra></extra>",
-        )
-    at_s, num_open = open_requests(columns)
-    lines = [("open (due, not ended)", at_s, num_open, BLUE)]
-    if samples:
-        queued = np.array([sample.num_queued for sample in samples], dtype=np.float64)
-        lines.append(("in the router's queue", np.array([s.at_s for s in samples]), queued, PURPLE))
-    for name, x, y, color in lines:
-        figure.add_scatter(
-            x=compact(x),
-            y=compact(y),
-            name=name,
-            mode="lines",
-            line={"color": color, "width": 1.6, "shape": "hv"},
-            hovertemplate=f"{name}: %{{y:,.0f}}<extra></extra>",
-            row=2,
-            col=1,
-        )
-    figure.update_layout(template=None, height=400, barmode="overlay", bargap=0, hovermode="x unified")
-    figure.update_yaxes(title="per second", rangemode="tozero", row=1)
-    figure.update_yaxes(title="requests", rangemode="tozero", row=2)
-    figure.update_xaxes(RUN_TIME.layout(), row=2)
-    _finish(figure, columns, window)
-    return Panel(
-        title="Arrivals and open requests",
+        title="Open requests",
         look_for="Below capacity the line of open requests goes up and down but does not climb.",
-        content=figure,
+        content=_shaded(line_figure(curves, frame), arms),
     )
 
 
-def _add_failures(figure: Any, columns: RequestColumns) -> None:
-    """Mark incomplete requests along the lower edge: they have no latency."""
-    height = 0.7 * float(known(columns.ttft_s).min(initial=1.0))
-    rows = np.flatnonzero(~columns.is_complete)
-    if not rows.size:
-        return
-    shown = rows[:: -(-rows.size // 2000)]
-    figure.add_scatter(
-        x=compact(columns.due_s[shown]),
-        y=compact(np.full(shown.size, height)),
-        mode="markers",
-        name="not complete",
-        marker={"color": LIMIT, "symbol": "x", "size": 7},
-        text=[plain(f"{columns.requests[row].outcome}: {columns.requests[row].error}"[:160]) for row in shown],
-        hovertemplate=f"due {Unit.CLOCK.shows('x')}<br>%{{text}}<extra></extra>",
-    )
-
-
-def _finish(figure: Any, columns: RequestColumns, window: Window) -> None:
-    end_s = float(columns.end_s.max(initial=0.0))
-    figure.update_xaxes(range=[0, 1.005 * end_s])
-    shade_uncounted(figure, window, end_s)
-
-
-def _log_time(title: str) -> Axis:
-    return Axis(title=title, unit=Unit.SECONDS, scale=Scale.LOG)
-
-
-def _distribution(columns: RequestColumns, measure: Measure, slo: Slo) -> Panel:
-    samples = [
-        ValueSample(name=kind, values=columns.measured(measure, kind), color=color)
-        for kind, color in colors_of(columns.kinds).items()
-    ]
-    if not any(len(sample.values) for sample in samples):
-        return Panel(title=measure.value, content=Absent(why=_NO_ANSWER), width=Width.HALF)
-    frame = Frame(x=_log_time("time"), x_limits=measure.limits(slo), height=380)
-    is_longer = measure is Measure.TTFT and np.any(columns.num_prompt_tokens > slo.ttft_tokens)
-    return Panel(
-        title=measure.value,
-        look_for=_LOOK_FOR[measure],
-        content=ecdf_figure(samples, frame, measure.scale),
-        note=f"The objective grows with prompts above {slo.ttft_tokens:,} tokens." if is_longer else "",
-        width=Width.HALF,
-    )
+def _shaded(figure: Any, arms: Sequence[Arm]) -> Any:
+    """Return the figure of a run with the times shaded that its summary leaves out; that of several as it is."""
+    if len(arms) == 1:
+        (arm,) = arms
+        window, end_s = arm.summary.window, arm.columns.last_s
+        for start_s, stop_s in ((0.0, window.start_s), (window.end_s, end_s)):
+            if stop_s - start_s > 0.005 * end_s:
+                figure.add_vrect(x0=start_s, x1=stop_s, fillcolor=translucent(GREY, 0.13), line_width=0, layer="below")
+        figure.update_xaxes(range=[0, 1.005 * end_s])
+    return figure

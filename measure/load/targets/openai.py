@@ -1,4 +1,4 @@
-"""Load target for servers with OpenAI's HTTP API, and the probes for its extensions and vocabulary."""
+"""Load target for servers with OpenAI's HTTP API, and the probe for its extensions."""
 
 import asyncio
 import json
@@ -17,7 +17,6 @@ from measure.load.records import PoolSample
 from measure.load.targets.completion import CompletionReader, SseReader, error_of
 from measure.load.targets.exposition import pool_sample
 from measure.load.targets.interface import (
-    USUAL_VOCAB,
     ChunkSink,
     Feature,
     PreparedCall,
@@ -27,7 +26,6 @@ from measure.load.targets.interface import (
     TargetSpec,
 )
 
-_LEAST_VOCAB = 125
 _EXTRAS = (Feature.IGNORE_EOS, Feature.MIN_TOKENS, Feature.TOKEN_IDS)
 _PROBE_TIMEOUT_S = 120.0
 """The first request may compile kernels."""
@@ -63,26 +61,6 @@ async def find_features(send: Send, *, takes_report: bool) -> tuple[Feature, ...
             has_ids = answer.token_ids is not None
             return tuple(one for one in features if has_ids or one is not Feature.TOKEN_IDS)
     raise refusal or InvalidRequest("the server accepts neither text nor chats")
-
-
-async def find_small_vocab(send: Send) -> int | None:
-    """Return a number of token ids that the vocabulary has for certain, where it is below `USUAL_VOCAB`; else None.
-
-    Raises Unreachable.
-    """
-    num_tokens = USUAL_VOCAB
-    while num_tokens >= _LEAST_VOCAB:
-        try:
-            await send(_request((num_tokens - 1,)), ())
-        except Unreachable:
-            raise
-        except InvalidRequest:
-            num_tokens //= 2
-            continue
-        except KvrelayError:
-            return None  # no token ids at all
-        return num_tokens if num_tokens < USUAL_VOCAB else None
-    return None
 
 
 def _request(prompt: Any) -> TargetRequest:
@@ -126,7 +104,6 @@ class OpenAiTarget:
             raise UnknownModel(f"{self.name} serves no model")
         self._model = self._model or str(model["id"])
         features = await find_features(self._send, takes_report=model.get("owned_by") == _OUR_OWN)
-        vocab_size = model.get("vocab_size") or await find_small_vocab(self._send)
         self.spec = replace(self.spec, model=self._model, features=features)
         try:
             version = (await self._get_json(f"{self._root}/version")).get("version", "")
@@ -136,7 +113,7 @@ class OpenAiTarget:
             system=f"{model.get('owned_by', 'unknown')} {version}".strip(),
             model=self._model,
             max_model_len=model.get("max_model_len"),
-            vocab_size=vocab_size,
+            vocab_size=model.get("vocab_size"),
             num_workers={},
             takes_objectives=Feature.REPORT in features,
             notes=() if Feature.IGNORE_EOS in features else (_NO_IGNORE_EOS,),
@@ -181,7 +158,7 @@ class OpenAiTarget:
         headers = {"Content-Type": "application/json"}
         async with self._connections().post(f"{self._base}{path}", data=body, headers=headers) as response:
             if response.status != 200:
-                raise error_of(response.status, await response.read(), response.headers)
+                raise error_of(response.status, await response.read())
             events, answer = SseReader(), CompletionReader()
             async for received in response.content.iter_any():
                 counts = [count for data in events.feed(received) if (count := answer.take(data)) is not None]
@@ -233,7 +210,7 @@ class OpenAiTarget:
             async with asyncio.timeout(_SHORT_TIMEOUT_S), self._connections().get(url) as response:
                 body = await response.read()
                 if response.status != 200:
-                    raise InvalidRequest(str(error_of(response.status, body, response.headers)))
+                    raise InvalidRequest(str(error_of(response.status, body)))
                 return body
         except TimeoutError:
             raise Unreachable(f"{url} does not answer within {_SHORT_TIMEOUT_S:g} s") from None

@@ -92,9 +92,9 @@ def main() -> int:
     level = logging.WARNING if args.verbose else logging.CRITICAL
     for walked in walk_all(takewhile(lambda _: time.monotonic() < ends_s, walks), jobs=args.jobs, log_level=level):
         swarm.add(walked.settings, walked.report, walked.cpu_s)
-        tell(f"seed {walked.settings.seed}: {_sketch(walked.settings, walked.report)}")
+        say(f"seed {walked.settings.seed}: {_sketch(walked.settings, walked.report)}")
         for violation in walked.report.violations:
-            tell(f"  VIOLATION {violation}")
+            say(f"  VIOLATION {violation}")
         if args.out is not None and swarm.num_walks % _SAVED_EVERY == 0:
             save(args.out, swarm)
     text = json.dumps(swarm.figures(), indent=2)
@@ -116,7 +116,7 @@ def _sketch(settings: ChaosSettings, report: ChaosReport) -> str:
     return f"{shape}; {faults}; {outcomes}; drained in {report.drain_s:.1f} s, whole in {report.whole_s:.1f} s"
 
 
-def tell(line: str) -> None:
+def say(line: str) -> None:
     """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201
 

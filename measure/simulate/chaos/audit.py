@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from common.ids import Epoch, RequestId, WorkerId
 from engine.core import EngineCore
 from engine.events import Tokens
-from engine.group import Group
+from engine.steps.group import Group
 from measure.simulate.chaos.oracles import AnswerCheck
 from measure.simulate.chaos.settings import ChaosReport
-from router.fleet.decisions import CAPACITY, Booking
+from router.fleet.booking import Booking
+from router.fleet.decisions import CAPACITY
 from router.parts import RouterParts
 from router.placement.plans import PlacementRequest, Plan
 from router.record.ticket import Ticket
@@ -42,7 +43,7 @@ class Audit:
 
         def noting(plan: Plan, request: PlacementRequest) -> Booking:
             booking = book(plan, request)
-            holds = (booking.decode, booking.prefill)
+            holds = (booking.answering, booking.prefill)
             lives = [(hold.member.endpoint.worker_id, hold.epoch) for hold in holds if hold is not None]
             self._booked.update((request.request_id, worker_id, epoch) for worker_id, epoch in lives)
             return booking
@@ -65,7 +66,7 @@ class Audit:
         finally:
             del self._checks[request_id]
             tickets.remove(ticket)
-            num_places = sum(len(other.queued) for other in tickets)
+            num_places = sum(len(other.granted) for other in tickets)
             if router.line.num_in_line > num_places:
                 self.report.violations.append(f"{request_id} has gone, and has left a place in line")
 
@@ -106,4 +107,6 @@ class Audit:
 def _runs_on(worker_id: WorkerId, router: RouterParts, request_id: RequestId) -> bool:
     """Return whether a router has a request on a worker; if not, the call came late, and so does its cancellation."""
     attempts = router.chooser.decisions.latest(tenant=HOUSE.name, limit=CAPACITY, request_id=request_id)
-    return any(not attempt.ended and worker_id in (attempt.plan.decode, attempt.plan.prefill) for attempt in attempts)
+    return any(
+        not attempt.ended and worker_id in (attempt.plan.answering, attempt.plan.prefill) for attempt in attempts
+    )

@@ -116,12 +116,12 @@ class Clients:
         self, question: Question, check: AnswerCheck, router: RouterParts, life: LifeCycle, tenant: Tenant
     ) -> str:
         """Return the outcome of a request; note a broken invariant."""
-        ends_s = router.clock.monotonic() + self._settings.timeout_s
+        life.end_within(self._settings.timeout_s)
         error: KvrelayError | None = None
         delivery, attempt = self._readers.draw_delivery(), life
         try:
             while True:
-                work = partial(self._attempt, check, router, attempt, tenant, delivery, ends_s=ends_s)
+                work = partial(self._attempt, check, router, attempt, tenant, delivery)
                 try:
                     await self._routers.attempt(router, work)
                     break
@@ -130,7 +130,7 @@ class Clients:
                 except RouterGone:
                     self._report.num_lost_routers += 1
                     router = self._routers.for_client(self._report.num_lost_routers)
-                attempt = LifeCycle(mint_request_id(), router.clock)
+                attempt = LifeCycle(mint_request_id(), router.clock, deadline_s=life.deadline_s)
             check.end_well()
         except KvrelayError as caught:
             check.end_badly()
@@ -156,13 +156,11 @@ class Clients:
         life: LifeCycle,
         tenant: Tenant,
         delivery: Delivery,
-        *,
-        ends_s: float,
     ) -> None:
         """Ask for what the client has not got yet. Raises KvrelayError, and TailLost to be asked again."""
-        clock, question = router.clock, check.question
+        question = check.question
         with (
-            router.orchestrator.calls.account(life, time_left_s=lambda: ends_s - clock.monotonic()),
+            router.orchestrator.calls.account(life),
             admit(router, tenant) as ticket,
             self._audit.following(router, life.request_id, check, ticket, is_direct=delivery is Delivery.DIRECT),
         ):
@@ -179,11 +177,10 @@ class Clients:
                     for sample in check.so_far()
                 ),
             )
-            running = router.orchestrator.running(job, ticket, life, timeout_s=ends_s - clock.monotonic())
-            async with running as outbox:
-                await self._readers.read(outbox, job, check, life, tenant)
-            if outbox.error is not None:
-                raise outbox.error
+            async with router.orchestrator.running(job, ticket, life) as served:
+                await self._readers.read(served.outbox, job, check, life, tenant)
+            if served.outbox.error is not None:
+                raise served.outbox.error
 
     def _wrong_end(self, question: Question, life: LifeCycle, error: KvrelayError | None, router: RouterParts) -> str:
         """Return why an innocent request should not have ended so; empty if it should."""

@@ -10,8 +10,8 @@ from common.timing import StepModel, StepShape, TimingModel
 from common.watchdog import TICK_S, Watchdog
 from engine.events import Tokens
 from engine.fake import FakeExecutor
-from engine.group import Emitted, Group
-from engine.plan import StepPlan
+from engine.steps.group import Emitted, Group
+from engine.steps.plan import StepPlan
 from kvrelay.v1 import worker_pb2
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.engine import SimEngine

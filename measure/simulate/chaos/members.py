@@ -39,12 +39,12 @@ class Members:
         """Tell a worker to leave, and keep it after all."""
         worker_id = host.endpoint.worker_id
         self._draining.add(worker_id)
-        self.tell()
+        self.notify_routers()
         try:
             await asyncio.sleep(seconds)
         finally:
             self._draining.discard(worker_id)
-            self.tell()
+            self.notify_routers()
 
     def may_flip(self, host: Host) -> bool:
         """Return whether a worker is not the last one of its pool."""
@@ -59,13 +59,13 @@ class Members:
         epoch, loop = worker.runtime.epoch, asyncio.get_running_loop()
         ends_s = loop.time() + _GRACE_S
         self._draining.add(worker_id)
-        self.tell()
+        self.notify_routers()
         try:
             while self._num_users(worker_id) and loop.time() < ends_s:  # noqa: ASYNC110 - the controller looks, too
                 await asyncio.sleep(_LOOK_S)
             self._draining.discard(worker_id)
             self._away.add(worker_id)
-            self.tell()
+            self.notify_routers()
             with suppress(KvrelayError):
                 await worker.runtime.change_role(role, epoch=epoch, grace_s=_SETTLE_S)
                 if worker is host.worker:
@@ -73,12 +73,12 @@ class Members:
         finally:
             self._draining.discard(worker_id)
             self._away.discard(worker_id)
-            self.tell()
+            self.notify_routers()
 
     def _num_users(self, worker_id: WorkerId) -> int:
         return sum(router.fleet.members_by_id[worker_id].num_users for router in self._routers.alive.values())
 
-    def tell(self) -> None:
+    def notify_routers(self) -> None:
         """Send all routers the members, and those that leave."""
         present = [host.endpoint for host in self._hosts if host.endpoint.worker_id not in self._away]
         for router in self._routers.alive.values():

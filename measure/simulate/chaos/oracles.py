@@ -113,7 +113,7 @@ def leftovers(workers: Iterable[SimWorker], routers: Iterable[RouterParts]) -> l
         expect_none(
             f"router {number}",
             bookings=len(router.fleet.bookings),
-            holds=sum(len(member.holds) for member in router.fleet.members),
+            bookings_of_workers=sum(len(member.bookings) for member in router.fleet.members),
             queued=router.line.num_queued,
             active=router.admission.num_active,
             request_tasks=router.orchestrator.num_request_tasks,

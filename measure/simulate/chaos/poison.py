@@ -82,7 +82,7 @@ class PoisonBook:
 
     def _causes(self, attempt: DecisionRecord) -> set[RequestId | None]:
         """Return what has ended workers of an attempt since it began, or so shortly before that no router knew."""
-        workers, since_s = (attempt.plan.decode, attempt.plan.prefill), attempt.decided_s - MAX_NOTICE_S
+        workers, since_s = (attempt.plan.answering, attempt.plan.prefill), attempt.decided_s - MAX_NOTICE_S
         return {each.cause for each in self._all_deaths if each.worker_id in workers and each.at_s >= since_s}
 
     def ended_at_once(self, request_id: RequestId, attempts: Iterable[DecisionRecord]) -> bool:
@@ -91,7 +91,7 @@ class PoisonBook:
             death.cause == request_id and death.at_s - attempt.decided_s <= MAX_ANSWER_S
             for attempt in attempts
             for death in self._all_deaths
-            if death.worker_id in (attempt.plan.decode, attempt.plan.prefill) and death.at_s >= attempt.decided_s
+            if death.worker_id in (attempt.plan.answering, attempt.plan.prefill) and death.at_s >= attempt.decided_s
         )
 
     def num_deaths(self, request_id: RequestId) -> int:

@@ -48,7 +48,7 @@ class Storm:
         self._routers = routers
         self._clients = clients
         self._members = Members(hosts, routers)
-        routers.on_back = self._members.tell
+        routers.on_back = self._members.notify_routers
         self._drawing: list[asyncio.Task[None]] = []
         self._raging: dict[asyncio.Task[None], None] = {}
 

@@ -44,7 +44,7 @@ class Greedy:
         options = [*_local_options(request, eligible, fleet), *_remote_options(request, eligible, fleet)]
         best = min(options, key=lambda option: _key(request, option))
         if best.prompt.wait_s > self._max_prefill_wait_s:
-            return refuse_busy(best.prompt.worker.worker_id, best.prompt.wait_s, self._max_prefill_wait_s)
+            return refuse_busy(best.prompt.worker, best.prompt.wait_s, self._max_prefill_wait_s)
         return make_soonest_plan(best, options)
 
 

@@ -10,8 +10,8 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.sampling_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
 from router.doors.front_door import FrontDoor
 from router.http.answers import Answer, MakeAnswer
-from router.http.anthropic.blocks import Block, BlockChange, BlockDelta, BlockKind, Blocks, BlockStart, BlockStop
 from router.http.anthropic.stops import Decode, StopFinder
+from router.http.blocks import Block, BlockChange, BlockDelta, BlockKind, Blocks, BlockStart, BlockStop
 from router.http.calls import Call
 from router.http.exchange import Exchange
 from router.http.json_parts import quote
@@ -72,10 +72,10 @@ class _MessageAnswer(Answer):
                 self._blocks.finish()
         if self._finish_reason == FINISH_REASON_STOP:
             self._stop_sequence = self._stops.find()
-        await self._tell(self._blocks.take())
+        await self._send(self._blocks.take())
 
     @abstractmethod
-    async def _tell(self, changes: Sequence[BlockChange]) -> None:
+    async def _send(self, changes: Sequence[BlockChange]) -> None:
         """Take changes of the blocks."""
 
     def _message(self, **members: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class StreamedMessage(_MessageAnswer):
         super().__init__(call, exchange, decode=decode, answer_id=answer_id)
         self._has_begun = False
 
-    async def _tell(self, changes: Sequence[BlockChange]) -> None:
+    async def _send(self, changes: Sequence[BlockChange]) -> None:
         """Write the changes as events, in one write."""
         events = [_change_event(change) for change in changes]
         if not self._has_begun:
@@ -139,7 +139,7 @@ class GatheredMessage(_MessageAnswer):
         self._texts: list[tuple[Block, list[str]]] = []
         """The blocks so far, each with the pieces of its text."""
 
-    async def _tell(self, changes: Sequence[BlockChange]) -> None:
+    async def _send(self, changes: Sequence[BlockChange]) -> None:
         """Keep the changes."""
         for change in changes:
             if isinstance(change, BlockStart):

@@ -23,12 +23,12 @@ _TYPES: Mapping[int, str] = {
 
 def error_body(error: KvrelayError) -> bytes:
     """Return the JSON body, which is also the data of the event that ends a stream."""
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "type": error_type(kind_of(error).status),
         "message": _named(error),
         "param": error.field or None,  # not in Anthropic's API
     }
-    return json.dumps({"type": "error", "error": told}).encode()
+    return json.dumps({"type": "error", "error": document}).encode()
 
 
 def error_type(status: int) -> str:

@@ -7,14 +7,12 @@ a model are left unread.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from common.errors import InvalidRequest
-from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, check_length
 from router.http.anthropic.schema import UNREAD_BLOCKS
-from router.http.messages import MAX_KIND_CHARS, unseen
-from router.http.strict import field_path
+from router.http.contents import MAX_KIND_CHARS, entries_in, parts_in, role_in, text_in, unseen
 
 ERROR_PREFIX = "Error: "
 """Begins the result of a tool that failed: chat templates know of no failures."""
@@ -30,27 +28,19 @@ def read_turns(system: Any, messages: Any) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     if instructions := _instructions(_text(system, "system")) if system is not None else "":
         turns.append({"role": "system", "content": instructions})
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest("messages must be a list of at least one message", field="messages")
-    check_length(len(messages), MAX_CHAT_MESSAGES, field="messages")
     called: dict[str, str] = {}
-    for position, message in enumerate(messages):
-        turns += _turns(message, field_path("messages", position), called)
+    for where, message in entries_in(messages, "messages"):
+        turns += _turns(message, where, called)
     return turns
 
 
-def _turns(message: Any, where: str, called: dict[str, str]) -> list[dict[str, Any]]:
+def _turns(message: Mapping[str, Any], where: str, called: dict[str, str]) -> list[dict[str, Any]]:
     """Return the messages for one; `called` has the tools' names by the ids of their calls."""
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"{where} must be an object", field=where)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _READERS:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(_READERS)}", field=f"{where}.role")
-    content, here = message.get("content"), f"{where}.content"
+    role, content = role_in(message, where, _READERS), message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     read, kinds = _READERS[role]
-    return read(_blocks(content, here, kinds), called)
+    return read(_blocks(content, f"{where}.content", kinds), called)
 
 
 def _asked(blocks: Iterable[_Block], called: dict[str, str]) -> list[dict[str, Any]]:
@@ -65,7 +55,7 @@ def _asked(blocks: Iterable[_Block], called: dict[str, str]) -> list[dict[str, A
 
     for where, block in blocks:
         if block["type"] == "text":
-            texts.append(_member(block, "text", where))
+            texts.append(text_in(block, "text", where))
         else:
             end_text()
             turns.append(_result(block, where, called))
@@ -97,9 +87,9 @@ def _answered(blocks: Iterable[_Block], called: dict[str, str]) -> list[dict[str
     for where, block in blocks:
         match block["type"]:
             case "text":
-                texts.append(_member(block, "text", where))
+                texts.append(text_in(block, "text", where))
             case "thinking":
-                thoughts.append(_member(block, "thinking", where))
+                thoughts.append(text_in(block, "thinking", where))
             case "tool_use":
                 call = _call(block, where)
                 calls.append(call)
@@ -108,9 +98,9 @@ def _answered(blocks: Iterable[_Block], called: dict[str, str]) -> list[dict[str
     return [turn | {"tool_calls": calls} if calls else turn]
 
 
-def _told(blocks: Iterable[_Block], called: dict[str, str]) -> list[dict[str, Any]]:
+def _system(blocks: Iterable[_Block], called: dict[str, str]) -> list[dict[str, Any]]:
     """Return the message for one of the system."""
-    text = "\n".join(_member(block, "text", where) for where, block in blocks)
+    text = "\n".join(text_in(block, "text", where) for where, block in blocks)
     return [{"role": "system", "content": _instructions(text)}]
 
 
@@ -131,7 +121,7 @@ def _text(content: Any, where: str) -> str:
     """Return content that is text only."""
     if isinstance(content, str):
         return content
-    return "\n".join(_member(block, "text", here) for here, block in _blocks(content, where, ("text",)))
+    return "\n".join(text_in(block, "text", here) for here, block in _blocks(content, where, ("text",)))
 
 
 def _returned(content: Any, where: str) -> str:
@@ -139,42 +129,25 @@ def _returned(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(
-        _member(block, "text", here) if block["type"] == "text" else unseen(block["type"])
+        text_in(block, "text", here) if block["type"] == "text" else unseen(block["type"])
         for here, block in _blocks(content, where, None)
     )
 
 
-def _blocks(content: Any, where: str, kinds: tuple[str, ...] | None) -> list[_Block]:
-    """Return the checked blocks of some content, all of these kinds; None: any."""
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be text or a list of blocks", field=where)
-    check_length(len(content), MAX_CONTENT_PARTS, field=where)
-    blocks: list[_Block] = []
-    for position, block in enumerate(content):
-        here = field_path(where, position)
-        kind = block.get("type") if isinstance(block, dict) else None
-        if not isinstance(kind, str):
-            raise InvalidRequest(f"{here} must be an object with a type", field=here)
+def _blocks(content: Any, where: str, kinds: tuple[str, ...] | None) -> Iterator[_Block]:
+    """Yield the checked blocks of some content, all of these kinds; None: any."""
+    for here, kind, block in parts_in(content, where):
         if kinds is not None and kind not in kinds:
             name = f"{here}.type"
             raise InvalidRequest(
                 f"{name}: {kind[:MAX_KIND_CHARS]} is not supported here, only {', '.join(kinds)}", field=name
             )
-        blocks.append((here, block))
-    return blocks
-
-
-def _member(block: dict[str, Any], name: str, where: str) -> str:
-    """Return a member that is text."""
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{where}.{name} must be text", field=f"{where}.{name}")
-    return value
+        yield here, block
 
 
 def _name(block: dict[str, Any], name: str, where: str) -> str:
     """Return a member that is text and not empty."""
-    value = _member(block, name, where)
+    value = text_in(block, name, where)
     if not value:
         raise InvalidRequest(f"{where}.{name} must not be empty", field=f"{where}.{name}")
     return value
@@ -184,6 +157,6 @@ _Reader = Callable[[Iterable[_Block], dict[str, str]], list[dict[str, Any]]]
 _READERS: Mapping[str, tuple[_Reader, tuple[str, ...]]] = {
     "user": (_asked, ("text", "tool_result")),
     "assistant": (_answered, ("text", "thinking", "tool_use", *UNREAD_BLOCKS)),
-    "system": (_told, ("text",)),
+    "system": (_system, ("text",)),
 }
 """Readers of a message's blocks, and the kinds of these, by role."""

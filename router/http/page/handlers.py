@@ -38,17 +38,10 @@ class PageHandlers:
         for task in self._watching:
             task.cancel()
 
-    async def html(self, exchange: Exchange) -> None:
-        """`GET /`."""
-        self._send(exchange, "page.html")
-
-    async def css(self, exchange: Exchange) -> None:
-        """`GET /page.css`."""
-        self._send(exchange, "page.css")
-
-    async def script(self, exchange: Exchange) -> None:
-        """`GET /page.js`."""
-        self._send(exchange, "page.js")
+    async def file(self, name: str, exchange: Exchange) -> None:
+        """`GET /`, `/page.css` and `/page.js`: a file of the page."""
+        self._check_enabled()
+        exchange.finish_body(self._files[name], f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8")
 
     async def cluster(self, exchange: Exchange) -> None:
         """`GET /cluster`: for operators; with `accept: text/event-stream` a new state every second."""
@@ -69,10 +62,6 @@ class PageHandlers:
                 await exchange.write(event)
         finally:
             self._watching.discard(task)
-
-    def _send(self, exchange: Exchange, name: str) -> None:
-        self._check_enabled()
-        exchange.finish_body(self._files[name], f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8")
 
     def _check_enabled(self) -> None:
         """Raise HttpError when the configuration has no page."""

@@ -69,12 +69,12 @@ class ResponseAnswer(Answer):
         how: Document = {"completed_at": int(time.time())}
         if self._output.is_cut:
             status, how = "incomplete", {"incomplete_details": {"reason": "max_output_tokens"}}
-        told = {"usage": self._usage(), **how, **self._report()}
-        response = self._response(status, output=self._output.documents, **told)
+        rest = {"usage": self._usage(), **how, **self._report()}
+        response = self._response(status, output=self._output.documents, **rest)
         if not self._call.is_streamed:
             self._exchange.finish_json(response)
             return
-        self._events.tell(f"response.{status}", response=response)
+        self._events.emit(f"response.{status}", response=response)
         self._exchange.finish(self._events.take())
 
     def _output_in(self, answer: pb.AnswerFormat) -> ResponseOutput:
@@ -85,17 +85,17 @@ class ResponseAnswer(Answer):
         if not self._has_begun:
             self._has_begun = True
             for kind in ("response.created", "response.in_progress"):
-                self._events.tell(kind, response=self._response("in_progress"))
+                self._events.emit(kind, response=self._response("in_progress"))
 
     def _fail(self, error: KvrelayError) -> Iterable[str]:
         """Return the last events of a stream that fails; OpenAI's client raises on the second one."""
         self._begin()
         code = _ERROR_CODES.get(kind_of(error).status, "server_error")
         failed = self._response("failed", output=self._output.partial(), error={"code": code, "message": error.message})
-        self._events.tell("response.failed", response=failed)
-        told = error_of(error)
-        self._events.tell(
-            "error", code=told["code"] or told["type"], message=told["message"], param=told["param"], error=told
+        self._events.emit("response.failed", response=failed)
+        body = error_of(error)
+        self._events.emit(
+            "error", code=body["code"] or body["type"], message=body["message"], param=body["param"], error=body
         )
         return self._events.take()
 

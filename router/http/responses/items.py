@@ -6,10 +6,8 @@ An assistant's turn is several items here, and one message of a chat: reasoning,
 from typing import Any
 
 from common.errors import InvalidRequest
-from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, check_length
-from router.http.messages import unseen
+from router.http.contents import entries_in, joined_texts, role_in, text_in
 from router.http.responses.body import INPUT_ROLES, REASONING_TEXTS, UNREAD_ITEMS
-from router.http.strict import field_path
 
 Message = dict[str, Any]
 _TEXTS = ("input_text", "output_text")
@@ -19,12 +17,9 @@ def read_input(given: Any) -> list[Message]:
     """Return the messages of a conversation, in the form of a chat's body. Raises InvalidRequest with the place."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise InvalidRequest("input must be text or a list of at least one item", field="input")
-    check_length(len(given), MAX_CHAT_MESSAGES, field="input")
     turns = _Turns()
-    for position, item in enumerate(given):
-        _read(item, field_path("input", position), turns)
+    for where, item in entries_in(given, "input"):
+        _read(item, where, turns)
     return turns.messages
 
 
@@ -48,9 +43,7 @@ class _Turns:
         return self.messages[-1]
 
 
-def _read(item: Any, where: str, turns: _Turns) -> None:
-    if not isinstance(item, dict):
-        raise InvalidRequest(f"{where} must be an object", field=where)
+def _read(item: Message, where: str, turns: _Turns) -> None:
     kind = item.get("type")
     if kind is None and "role" in item:
         kind = "message"
@@ -62,12 +55,13 @@ def _read(item: Any, where: str, turns: _Turns) -> None:
             if text:
                 turns.assistant(without=("reasoning", "content", "tool_calls"))["reasoning"] = text
         case "function_call":
-            function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
-            call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+            function = {"name": text_in(item, "name", where), "arguments": text_in(item, "arguments", where)}
+            call = {"id": text_in(item, "call_id", where), "type": "function", "function": function}
             turns.assistant().setdefault("tool_calls", []).append(call)
         case "function_call_output":
-            content = _returned(item.get("output"), f"{where}.output")
-            turns.add({"role": "tool", "content": content, "tool_call_id": _text(item, "call_id", where)})
+            output = item.get("output")
+            content = _content("" if output is None else output, f"{where}.output", is_result=True)
+            turns.add({"role": "tool", "content": content, "tool_call_id": text_in(item, "call_id", where)})
         case "item_reference":
             raise InvalidRequest(f"{where} refers to an item: nothing is stored here; send the item", field=where)
         case _ if kind in UNREAD_ITEMS:
@@ -79,10 +73,7 @@ def _read(item: Any, where: str, turns: _Turns) -> None:
 
 
 def _read_message(item: Message, where: str, turns: _Turns) -> None:
-    role = item.get("role")
-    if role not in INPUT_ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(INPUT_ROLES)}", field=f"{where}.role")
-    content = _content(item.get("content"), f"{where}.content")
+    role, content = role_in(item, where, INPUT_ROLES), _content(item.get("content"), f"{where}.content")
     if role == "assistant":
         turns.assistant(without=("content", "tool_calls"))["content"] = content
     else:
@@ -95,48 +86,12 @@ def _reasoning(item: Message, where: str) -> str:
     Raises InvalidRequest.
     """
     texts = [
-        _joined(item[name], f"{where}.{name}", (kind,))
+        joined_texts(item[name], f"{where}.{name}", (kind,))
         for name, kind in REASONING_TEXTS.items()
         if item.get(name) is not None
     ]
     return next(filter(None, texts), "")
 
 
-def _content(content: Any, where: str) -> str:
-    return content if isinstance(content, str) else _joined(content, where, _TEXTS)
-
-
-def _returned(content: Any, where: str) -> str:
-    """Return what a function has returned as text. Raises InvalidRequest."""
-    if not isinstance(content, list):
-        return _content("" if content is None else content, where)
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in content[: MAX_CONTENT_PARTS + 1]]
-    parts = [
-        {"type": _TEXTS[0], "text": unseen(kind)} if isinstance(kind, str) and kind not in _TEXTS else part
-        for part, kind in zip(content, kinds, strict=False)
-    ]
-    return _joined(parts, where, _TEXTS)
-
-
-def _joined(parts: Any, where: str, kinds: tuple[str, ...]) -> str:
-    """Return the text of all parts. Raises InvalidRequest for parts that are not text."""
-    if not isinstance(parts, list):
-        raise InvalidRequest(f"{where} must be text or a list of text parts", field=where)
-    check_length(len(parts), MAX_CONTENT_PARTS, field=where)
-    texts: list[str] = []
-    for position, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
-        if not isinstance(text, str):
-            here = field_path(where, position)
-            wanted = " or ".join(f'"{kind}"' for kind in kinds)
-            raise InvalidRequest(f'{here} must be {{"type": {wanted}, "text": …}}', field=here)
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _text(item: Message, name: str, where: str) -> str:
-    """Return a member that must be text. Raises InvalidRequest."""
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{where}.{name} must be text", field=f"{where}.{name}")
-    return value
+def _content(content: Any, where: str, *, is_result: bool = False) -> str:
+    return content if isinstance(content, str) else joined_texts(content, where, _TEXTS, is_result=is_result)

@@ -20,15 +20,15 @@ class Events:
 
     def __init__(self, *, is_streamed: bool) -> None:
         self._is_streamed = is_streamed
-        self._num_told = 0
+        self._num_emitted = 0
         self._waiting: list[Iterable[str]] = []
 
-    def tell(self, kind: str, **members: Any) -> None:
+    def emit(self, kind: str, **members: Any) -> None:
         """Add an event."""
         if self._is_streamed:
             self._add(kind, members_parts(members))
 
-    def tell_json(self, kind: str, members: str) -> None:
+    def emit_json(self, kind: str, members: str) -> None:
         """Add an event whose members, at least one, have been rendered: `"a":1,"b":2`."""
         if self._is_streamed:
             self._add(kind, (members, "}"))
@@ -39,9 +39,9 @@ class Events:
         return chain.from_iterable(taken)
 
     def _add(self, kind: str, members: Iterable[str]) -> None:
-        head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{self._num_told},'
+        head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{self._num_emitted},'
         self._waiting.append(chain((head,), members, ("\n\n",)))
-        self._num_told += 1
+        self._num_emitted += 1
 
 
 class Item(ABC):
@@ -70,17 +70,17 @@ class Item(ABC):
 
     def open(self) -> None:
         """Add the events of the beginning."""
-        self._events.tell("response.output_item.added", output_index=self.index, item=self.document("in_progress"))
+        self._events.emit("response.output_item.added", output_index=self.index, item=self.document("in_progress"))
 
     def push(self, text: str) -> None:
         """Add text."""
         self._texts.append(text)
-        self._events.tell_json(self.delta, f'{self._delta_head},"delta":{quote(text)}')
+        self._events.emit_json(self.delta, f'{self._delta_head},"delta":{quote(text)}')
 
     def close(self, status: str) -> Document:
         """Add the events of the end; returns the complete item."""
         document = self.document(status)
-        self._events.tell("response.output_item.done", output_index=self.index, item=document)
+        self._events.emit("response.output_item.done", output_index=self.index, item=document)
         return document
 
     @abstractmethod
@@ -93,7 +93,7 @@ class _PartedItem(Item):
 
     text_done: ClassVar[str]
     """Name of the event with the whole text."""
-    told: ClassVar[tuple[str, ...]] = ("text",)
+    done_members: ClassVar[tuple[str, ...]] = ("text",)
     """Members of the part that this event has."""
     place = {"content_index": 0}  # noqa: RUF012 - declared so by the base class
 
@@ -104,14 +104,14 @@ class _PartedItem(Item):
     def open(self) -> None:
         """Add the events of the beginning, and of the part's."""
         super().open()
-        self._events.tell("response.content_part.added", **self._place, part=self.part())
+        self._events.emit("response.content_part.added", **self._place, part=self.part())
         self._has_part = True
 
     def close(self, status: str) -> Document:
         """Add the events of the ends of the text, the part and the item; returns the complete item."""
         part = self.part()
-        self._events.tell(self.text_done, **self._place, **{name: part[name] for name in self.told})
-        self._events.tell("response.content_part.done", **self._place, part=part)
+        self._events.emit(self.text_done, **self._place, **{name: part[name] for name in self.done_members})
+        self._events.emit("response.content_part.done", **self._place, part=part)
         return super().close(status)
 
     @abstractmethod
@@ -142,7 +142,7 @@ class MessageItem(_PartedItem):
     prefix = "msg"
     delta = "response.output_text.delta"
     text_done = "response.output_text.done"
-    told = ("text", "logprobs")
+    done_members = ("text", "logprobs")
 
     def __init__(self, events: Events, *, request_id: str, index: int) -> None:
         super().__init__(events, request_id=request_id, index=index)
@@ -152,8 +152,10 @@ class MessageItem(_PartedItem):
         """Add text, with the log-probabilities of its tokens where they are wanted."""
         self._texts.append(text)
         self._logprobs += logprobs
-        told = f'"logprobs":{quote(logprobs)},"delta":{quote(text)}'
-        self._events.tell_json(self.delta, f"{self._delta_head},{told}")
+        if logprobs:  # of many tokens, where their text was not certain before
+            self._events.emit(self.delta, **self._place, logprobs=logprobs, delta=text)
+        else:
+            self._events.emit_json(self.delta, f'{self._delta_head},"logprobs":[],"delta":{quote(text)}')
 
     def part(self) -> Document:
         """Return the part."""
@@ -178,8 +180,8 @@ class CallItem(Item):
 
     def close(self, status: str) -> Document:
         """Add the events of the ends of the arguments and the item; returns the complete item."""
-        told = {"name": self._name, "arguments": self.text}
-        self._events.tell("response.function_call_arguments.done", **self._place, **told)
+        members = {"name": self._name, "arguments": self.text}
+        self._events.emit("response.function_call_arguments.done", **self._place, **members)
         return super().close(status)
 
     def document(self, status: str) -> Document:

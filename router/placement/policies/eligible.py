@@ -28,12 +28,12 @@ class Eligible:
 def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Refused:
     """Return the workers that can serve the request, or why none can answer it."""
     if not fleet.decode:
-        return refuse_without(fleet.pool)
+        return refuse_without(request.pool)
     with_slots = fleet.decode.where(fleet.decode.num_free_slots >= request.num_samples)
     if not with_slots:
         is_full = not (fleet.decode.num_free_slots >= 1).any()
         return NoRoom(
-            reason=f"no {fleet.pool.value} worker may run {request.num_samples} more sequences",
+            reason=f"no {request.pool.value} worker may run {request.num_samples} more sequences",
             retry_after_s=RETRY_AFTER_S,
             cause=RefusalCause.SATURATED if is_full else RefusalCause.NO_ROOM,
         )
@@ -41,7 +41,7 @@ def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Ref
     if not decode:
         free = int((with_slots.num_free_blocks - with_slots.num_growth_blocks).max())
         wanted = f"{request.num_decode_blocks} free pages and {request.num_growth_blocks:.0f} for the answer"
-        reason = f"no {fleet.pool.value} worker has {wanted}; the most is {free}"
+        reason = f"no {request.pool.value} worker has {wanted}; the most is {free}"
         return NoRoom(reason=reason, retry_after_s=RETRY_AFTER_S)
     prefill = fleet.prefill.where(fleet.prefill.num_blocks >= request.num_prefill_blocks)
     none_is_large_enough = bool(fleet.prefill) and not prefill
@@ -53,12 +53,12 @@ def refuse_without(pool: AnswerPool) -> NoWorker:
     return NoWorker(reason=f"no {pool.value} worker is available", retry_after_s=RETRY_AFTER_S)
 
 
-def refuse_busy(worker_id: WorkerId, wait_s: float, max_wait_s: float) -> Busy:
+def refuse_busy(worker: ProjectedLoad, wait_s: float, max_wait_s: float) -> Busy:
     """Return the refusal of a prompt that stays queued until a worker can begin with it soon."""
     return Busy(
         reason=f"every worker is busy with prompts for {wait_s:.1f} s",
         retry_after_s=wait_s - max_wait_s,
-        worker_id=worker_id,
+        worker=worker,
     )
 
 

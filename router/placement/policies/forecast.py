@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.ids import WorkerId
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import Keeper, PlacementRequest, Plan, PlanCandidate, Pull
+from router.placement.plans import PlacementRequest, Plan, PlanCandidate, Pull, RetainedOn
 from router.placement.policies.pooled import NUM_EXPLAINED
 
 
@@ -94,7 +94,7 @@ class PlanForecast:
         pull = self.prompt.pull
         return PlanCandidate(
             prefill=self.prefill_id,
-            decode=self.decode.worker_id,
+            answering=self.decode.worker_id,
             source=None if pull is None else pull.source,
             cost=self.cost,
             terms=self.terms,
@@ -108,17 +108,22 @@ def forecast_plan(prompt: PromptForecast, decode: ProjectedLoad, tpot_s: float) 
 
 
 def make_plan(
-    best: Sequence[PlanForecast], *, ttft_s: float, reason: str, num_options: int, keeper: Keeper = Keeper.BOTH
+    best: Sequence[PlanForecast],
+    *,
+    ttft_s: float,
+    reason: str,
+    num_options: int,
+    retained_on: RetainedOn = RetainedOn.BOTH,
 ) -> Plan:
     """Return the first of the best options as a plan, with the others for `Explain`."""
     chosen = best[0]
     return Plan(
-        decode=chosen.decode.worker_id,
+        answering=chosen.decode.worker_id,
         prefill=chosen.prefill_id,
         predicted_cached_tokens=chosen.prompt.num_cached_tokens,
         reason=reason,
         pull=chosen.prompt.pull,
-        keeper=keeper,
+        retained_on=retained_on,
         predicted_prefill_s=chosen.prompt.prefill_s,
         predicted_ttft_s=ttft_s,
         predicted_tpot_s=chosen.tpot_s,

@@ -8,7 +8,7 @@ A decode worker is *closed* to a request when gaps in the larger batch would be 
 The gap in the larger batch is what the timing model of the worker predicts, times the factor by which most gaps have
 exceeded their prediction lately (`PlacementRequest.gap_error`): with exact ones, a worker is filled to the objective.
 Prompts that the worker computes do not count here: without prefill workers its scheduler gives them no more of a step
-than the objectives of the answers allow (engine/step_budget.py), and with them the policy prices the delay. The model
+than the objectives of the answers allow (engine/steps/budget.py), and with them the policy prices the delay. The model
 is fitted to what steps really take, and the batch comes with every report, so that an error corrects itself. A worker
 on which nothing decodes is open to every request.
 """

@@ -151,7 +151,7 @@ def _plan(request: PlacementRequest, prefill: Selection | None, decode: Selectio
     computes = decode.worker if prefill is None else prefill.worker
     missing, queued = request.missing_tokens(computes.worker_id), computes.num_pending_prefill_tokens
     return Plan(
-        decode=decode.worker.worker_id,
+        answering=decode.worker.worker_id,
         prefill=None if prefill is None else prefill.worker.worker_id,
         predicted_cached_tokens=request.cached_tokens(computes.worker_id),
         reason=f"{missing} tokens to compute behind {queued} queued, {decode.worker.num_sequences} sequences decoding",
@@ -162,12 +162,12 @@ def _plan(request: PlacementRequest, prefill: Selection | None, decode: Selectio
 
 def _candidate(prefill: Score | None, decode: Score) -> PlanCandidate:
     if prefill is None:
-        return PlanCandidate(prefill=None, decode=decode.worker.worker_id, cost=decode.cost, terms=decode.terms)
+        return PlanCandidate(prefill=None, answering=decode.worker.worker_id, cost=decode.cost, terms=decode.terms)
     terms = {f"prefill.{name}": value for name, value in prefill.terms.items()}
     terms |= {f"decode.{name}": value for name, value in decode.terms.items()}
     return PlanCandidate(
         prefill=prefill.worker.worker_id,
-        decode=decode.worker.worker_id,
+        answering=decode.worker.worker_id,
         cost=prefill.cost + decode.cost,
         terms=terms,
     )

@@ -39,7 +39,7 @@ from common.errors import Refused
 from common.ids import WorkerId
 from router.placement.answer_pool import AnswerPool
 from router.placement.loads import PoolLoads, Positions, ProjectedLoad, lowest
-from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PolicySettings
+from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, RetainedOn
 from router.placement.policies.eligible import Turns, find_eligible, refuse_busy, refuse_without
 from router.placement.policies.forecast import PlanForecast, PromptForecast, make_plan
 from router.placement.policies.gaps import keep_gaps
@@ -96,7 +96,7 @@ class Predictive:
         if max_wait_s != math.inf and request.waited_s + best.prompt.ready_s > request.ttft_slo_s:
             max_wait_s = 0.0  # busy workers are left to requests that may be in time, at this and at other routers
         if best.prompt.wait_s > max_wait_s:
-            return refuse_busy(best.prompt.worker.worker_id, best.prompt.wait_s, max_wait_s)
+            return refuse_busy(best.prompt.worker, best.prompt.wait_s, max_wait_s)
         return replace(self._plan(request, fleet, options), max_wait_s=WAIT_TOLERANCE * max_wait_s)
 
     def _options(
@@ -167,12 +167,14 @@ class Predictive:
         best = options[0]
         prompt, decode = best.prompt, best.decode
         self._turns.take(prompt.worker.worker_id, decode.worker_id)
+        is_local = best.prefill_id is None
+        retained_on = RetainedOn.BOTH if is_local else self._retained_on(request, fleet, prompt, decode)
         return make_plan(
             options[:NUM_EXPLAINED],
             ttft_s=prompt.ready_s + NETWORK_S,
             reason=_reason(request, best),
             num_options=len(options),
-            keeper=Keeper.BOTH if best.prefill_id is None else self._keeper(request, fleet, prompt, decode),
+            retained_on=retained_on,
         )
 
     def _prompt_rank(self, priced: tuple[float, PromptForecast]) -> tuple[float, int]:
@@ -183,23 +185,23 @@ class Predictive:
         turn = self._turns.last_turn
         return turn(option.prompt.worker.worker_id), turn(option.decode.worker_id)
 
-    def _keeper(
+    def _retained_on(
         self, request: PlacementRequest, fleet: FleetView, prompt: PromptForecast, decode: ProjectedLoad
-    ) -> Keeper:
+    ) -> RetainedOn:
         """Return which side keeps the prompt's blocks."""
         held_by_decode = request.cached_blocks.get(decode.worker_id, 0)
         held_by_prefill = request.cached_blocks.get(prompt.worker.worker_id, 0)
         if prompt.pull is not None and prompt.pull.num_blocks > held_by_decode:
             is_from_prefill = fleet.prefill.find(prompt.pull.source) is not None
-            return Keeper.PREFILL if is_from_prefill else Keeper.DECODE
+            return RetainedOn.PREFILL if is_from_prefill else RetainedOn.DECODE
         if max(held_by_decode, held_by_prefill) >= MIN_PULLED_BLOCKS:
-            return Keeper.PREFILL if held_by_prefill >= held_by_decode else Keeper.DECODE
+            return RetainedOn.PREFILL if held_by_prefill >= held_by_decode else RetainedOn.DECODE
         num_prefill_blocks, num_decode_blocks = fleet.prefill.num_blocks.sum(), fleet.decode.num_blocks.sum()
         self._dealt += num_prefill_blocks / (num_prefill_blocks + num_decode_blocks)
         if self._dealt >= 1.0:
             self._dealt -= 1.0
-            return Keeper.PREFILL
-        return Keeper.DECODE
+            return RetainedOn.PREFILL
+        return RetainedOn.DECODE
 
 
 def _sources(

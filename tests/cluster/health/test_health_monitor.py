@@ -129,7 +129,7 @@ async def test_pool_that_is_being_changed_is_left_alone() -> None:
     assert bench.workforce.standing("d0") is Standing.DRAINING
 
 
-async def test_worker_that_a_change_took_over_is_no_longer_kept_out_by_the_ward() -> None:
+async def test_worker_that_a_change_took_over_is_no_longer_kept_out_by_the_monitor() -> None:
     bench = Bench()
     bench.workforce.told["d0"] = {"slowness": 5.0, "is_slow": True}
     await bench.pass_time(SLOW_S + 1)
@@ -182,7 +182,7 @@ def test_answers_are_compared_with_those_of_most_peers() -> None:
         compare(RIGHT[:1], [RIGHT])
 
 
-async def test_ward_that_ends_leaves_no_trial_behind() -> None:
+async def test_monitor_that_ends_leaves_no_trial_behind() -> None:
     bench = Bench()
     hanging = asyncio.Event()
 

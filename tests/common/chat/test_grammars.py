@@ -18,7 +18,7 @@ from common.chat.parameter_types import parameter_types
 from common.errors import InvalidRequest
 from common.fake_tokenizer import EOS_TOKEN_ID, byte_tokenizer
 from common.structured_outputs import read_structure
-from engine.grammar import Grammar, Grammars
+from engine.text.grammar import Grammar, Grammars
 from tests.common.chat.parsed import MARKS, Message, parse
 from tests.common.chat.templates import CALLS, TEMPLATES, answer_by
 
@@ -207,10 +207,9 @@ def test_many_tools_stay_within_the_limits(tools: str) -> None:
         {"type": "function", "function": TOOLS[0]["function"] | {"name": f"tool_{number}"}} for number in range(128)
     ]
     grammar = compiled(tool_grammar(tools, many, name=None, parallel=True, token_ids=ALL_IDS), ALL_IDS)
-    for seed in range(3):
-        message = parse([text_of(walk(grammar, seed))], tools=tools, parameter_types=TYPES)
-        assert message.content == ""
-        assert message.calls
+    message = parse([text_of(walk(grammar, 0))], tools=tools, parameter_types=TYPES)
+    assert message.content == ""
+    assert message.calls
 
 
 @pytest.mark.parametrize("token_ids", [{}, ALL_IDS], ids=["text", "tokens"])

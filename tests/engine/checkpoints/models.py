@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engine.model.checkpoints.formats import read_weight_format
-from engine.model.config import DecoderConfig, parse_config, read_json
+from engine.model.checkpoints.quantization_config import read_weight_format
 from engine.model.loader import load_weights, weight_files
-from engine.model.weights import DecoderWeights
+from engine.options import EngineOptions, ModelDescription
+from engine.weights.config import DecoderConfig, parse_config, read_json
+from engine.weights.decoder_weights import DecoderWeights
 from tests.engine.checkpoints.packers import Grid, make_grid
 from tests.engine.tiny_models import make_model
 
@@ -75,3 +76,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[DecoderWeigh
     config, weight_format = parse_config(raw), read_weight_format(raw)
     files = weight_files(folder)
     return load_weights(files, config, dtype=dtype, device=CPU, weight_format=weight_format), config
+
+
+def describe(folder: Path, **options: Any) -> ModelDescription:
+    """Return what the engine reads of a checkpoint before it loads the weights."""
+    sizes: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
+    return ModelDescription.read(EngineOptions(**{"model_dir": folder, "model_name": "tiny", **sizes, **options}))

@@ -1,4 +1,4 @@
-"""Reference packers, written from the formats' specifications, one code at a time."""
+"""Random weights, and reference packers, written from the formats' specifications, one code at a time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from engine.weights.grouped import GroupedWeight
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output whose code is in each place of a word, from the lowest bits."""
@@ -66,6 +68,19 @@ def make_grid(
         scales=scales.to(scale_dtype),
         zeros=zeros,
         groups=tuple(groups.tolist()),
+    )
+
+
+def make_weight(bits: int, rows: int, columns: int, group_size: int, *, has_offsets: bool) -> GroupedWeight:
+    """Return random codes, scales and offsets as kernels take them."""
+    generator = torch.Generator().manual_seed(rows * columns + bits)
+    grid = (rows, -(-columns // group_size))
+    return GroupedWeight(
+        bits=bits,
+        group_size=group_size,
+        codes=torch.randint(0, 2**bits, (rows, columns), generator=generator).to(torch.uint8),
+        scales=torch.rand(grid, generator=generator),
+        offsets=torch.randn(grid, generator=generator) if has_offsets else None,
     )
 
 

@@ -2,30 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from engine.model.checkpoints.gguf_blocks import GROUPED_TYPES, unpack_blocks
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedLinear
 from engine.model.loader import content_digest, weight_files
-from engine.model.weights import Linear, plain
-from engine.options import EngineOptions, ModelDescription
+from engine.weights.config import UnsupportedModel
+from engine.weights.decoder_weights import GatedMlp, Linear
+from engine.weights.grouped import GroupedLinear
 from tests.engine.checkpoints.gguf_models import save_gguf
-from tests.engine.checkpoints.models import load
+from tests.engine.checkpoints.models import describe, load
 from tests.engine.driver import Driver, make_sequence
 from tests.engine.driver import load as load_executor
 from tests.engine.tiny_models import make_prompt, reference_tokens
 
 gguf = pytest.importorskip("gguf", reason="reading GGUF needs the `gguf` extra")
-
-
-def describe(folder: Path, **options: Any) -> ModelDescription:
-    sizes: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
-    return ModelDescription.read(EngineOptions(model_dir=folder, model_name="tiny", **sizes, **options))
 
 
 @pytest.mark.parametrize("type_name", sorted(GROUPED_TYPES))
@@ -75,7 +68,8 @@ def test_gguf_weights_keep_their_bits_and_mixed_ones_take_the_widest(tmp_path: P
     layer = weights.layers[0]
     assert isinstance(layer.qkv, GroupedLinear)
     assert isinstance(layer.output, GroupedLinear)
-    assert isinstance(layer.down, Linear), "stored in F32"
+    assert isinstance(layer.mlp, GatedMlp)
+    assert isinstance(layer.mlp.down, Linear), "stored in F32"
     assert (layer.qkv.weight.bits, layer.output.weight.bits) == (8, 4)
     assert isinstance(weights.head, GroupedLinear), "tied, and read in its own bits"
     assert torch.equal(weights.head.weight.dequantize(torch.float32), weights.embedding)
@@ -187,15 +181,6 @@ def test_gguf_without_its_package_says_what_to_install(tmp_path: Path, monkeypat
     monkeypatch.setitem(__import__("sys").modules, "engine.model.checkpoints.gguf_header", None)
     with pytest.raises(UnsupportedModel, match=r"install the `gguf` extra"):
         load(tmp_path)
-
-
-def test_plain_gguf_has_the_weights_of_its_model(tmp_path: Path) -> None:
-    model = save_gguf(tmp_path, {})
-    weights, _ = load(tmp_path)
-    attention = model.model.layers[1].self_attn
-    expected = torch.cat([part.weight for part in (attention.q_proj, attention.k_proj, attention.v_proj)])
-    assert torch.equal(plain(weights.layers[1].qkv).weight, expected)
-    assert torch.equal(weights.embedding, model.model.embed_tokens.weight)
 
 
 def test_gguf_alone_says_what_config_json_would(tmp_path: Path) -> None:

@@ -9,25 +9,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.checkpoints.fusing import fuse
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedLinear, GroupedWeight
-from engine.model.quantize import kv_scales
-from engine.model.weights import Linear
-from engine.options import EngineOptions, ModelDescription
-from tests.engine.checkpoints.models import CPU, SIZES, load, projections, save_quantized
-from tests.engine.checkpoints.packers import compressed_config, make_grid, pack_awq, pack_compressed, pack_gptq
+from engine.weights.config import UnsupportedModel
+from engine.weights.decoder_weights import Linear
+from engine.weights.grouped import GroupedLinear
+from engine.weights.quantize import kv_scales
+from tests.engine.checkpoints.models import SIZES, describe, load, projections, save_quantized
+from tests.engine.checkpoints.packers import (
+    compressed_config,
+    make_grid,
+    make_weight,
+    pack_awq,
+    pack_compressed,
+    pack_gptq,
+)
 from tests.engine.driver import Driver, make_sequence
 from tests.engine.driver import load as load_executor
-from tests.engine.tiny_models import make_prompt, reference_tokens
+from tests.engine.tiny_models import make_model, make_prompt, reference_tokens
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32}
-PROJECTIONS = ("qkv", "output", "gate_up", "down")
-
-
-def describe(folder: Path, **options: Any) -> ModelDescription:
-    sizes: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
-    return ModelDescription.read(EngineOptions(model_dir=folder, model_name="tiny", **sizes, **options))
 
 
 def fused_values(model: Any, layer_idx: int, modules: tuple[str, ...]) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_quantized_checkpoint_generates_the_plain_models_tokens(
     model = save_quantized(tmp_path, config, pack, **grid)
     weights, _ = load(tmp_path)
     kind = Linear if grid.get("act_order") else GroupedLinear
-    assert all(isinstance(getattr(layer, name), kind) for layer in weights.layers for name in PROJECTIONS)
+    assert all(isinstance(place.get(), kind) for layer in weights.layers for place in layer.places())
     prompts = [make_prompt(num_tokens, seed=num_tokens) for num_tokens in (1, 7, 20)]
     answers = Driver(load_executor(tmp_path, kernels="torch")).generate(
         [make_sequence(prompt) for prompt in prompts], num_tokens=8
@@ -92,13 +92,37 @@ def test_quantized_weights_are_fused_in_order_and_keep_their_bits(tmp_path: Path
     assert qkv.bias.dtype is torch.bfloat16
 
 
+def test_quantized_experts_beside_a_plain_router_generate_the_plain_models_tokens(tmp_path: Path) -> None:
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    make_model("mixtral", **SIZES).save_pretrained(plain)
+    tensors = load_file(plain / "model.safetensors")
+    packed = dict(tensors)
+    for seed, name in enumerate(sorted(name for name in tensors if ".experts." in name)):
+        out_features, in_features = packed.pop(name).shape
+        grid = make_grid((out_features, in_features), seed=seed)
+        tensors[name] = grid.values()
+        module = name.removesuffix(".weight")
+        packed |= {f"{module}.{part}": tensor.contiguous() for part, tensor in pack_awq(grid).items()}
+    save_file(tensors, plain / "model.safetensors")
+    quantized.mkdir()
+    save_file(packed, quantized / "model.safetensors")
+    raw = json.loads((plain / "config.json").read_text())
+    ignored = {"modules_to_not_convert": ["self_attn", "gate"]}
+    (quantized / "config.json").write_text(json.dumps({**raw, "quantization_config": {**AWQ, **ignored}}))
+    answers = [
+        Driver(load_executor(folder, kernels="torch")).generate([make_sequence(make_prompt(20))], num_tokens=8)
+        for folder in (plain, quantized)
+    ]
+    assert answers[0] == answers[1]
+
+
 def test_modules_that_were_not_converted_stay_plain_and_so_do_those_fused_with_them(tmp_path: Path) -> None:
     def is_plain(module: str) -> bool:
         return "layers.0" in module or module.endswith("k_proj")
 
     model = save_quantized(tmp_path, {**AWQ, "modules_to_not_convert": ["k_proj"]}, pack_awq, plain=is_plain)
     weights, _ = load(tmp_path)
-    kinds = [[type(getattr(layer, name)) for name in PROJECTIONS] for layer in weights.layers]
+    kinds = [[type(place.get()) for place in layer.places()] for layer in weights.layers]
     assert kinds == [[Linear] * 4, [Linear, *[GroupedLinear] * 3], [Linear, *[GroupedLinear] * 3]]
     qkv = weights.layers[1].qkv
     assert isinstance(qkv, Linear)
@@ -207,24 +231,12 @@ def test_kv_scales_of_grouped_weights_are_those_of_the_plain_model(tmp_path: Pat
     assert found == kv_scales(weights, config)
 
 
-def grouped_weight(bits: int, group_size: int, *, symmetric: bool, rows: int = 3) -> GroupedWeight:
-    generator = torch.Generator().manual_seed(bits * group_size)
-    num_groups = 128 // group_size
-    return GroupedWeight(
-        bits=bits,
-        group_size=group_size,
-        codes=torch.randint(0, 1 << bits, (rows, 128), generator=generator, dtype=torch.uint8),
-        scales=torch.rand(rows, num_groups, generator=generator),
-        offsets=None if symmetric else torch.randn(rows, num_groups, generator=generator),
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_different_grids_are_joined_without_rounding(dtype: torch.dtype) -> None:
     parts = [
-        grouped_weight(4, 32, symmetric=True),
-        grouped_weight(8, 64, symmetric=True),
-        grouped_weight(4, 128, symmetric=False),
+        make_weight(4, 3, 128, 32, has_offsets=False),
+        make_weight(8, 3, 128, 64, has_offsets=False),
+        make_weight(4, 3, 128, 128, has_offsets=True),
     ]
     fused = fuse(parts, None, like=torch.empty(0, dtype=dtype))
     assert isinstance(fused, GroupedLinear)
@@ -237,21 +249,11 @@ def test_parts_of_different_grids_are_joined_without_rounding(dtype: torch.dtype
     assert torch.equal(same_kind.weight.dequantize(torch.float32), expected[:6])
 
 
-def test_parts_with_a_plain_one_among_them_become_plain() -> None:
-    parts: list[GroupedWeight | torch.Tensor] = [grouped_weight(4, 32, symmetric=True), torch.ones(2, 128)]
-    fused = fuse(parts, torch.ones(5), like=torch.empty(0, dtype=torch.bfloat16, device=CPU))
-    assert isinstance(fused, Linear)
-    assert fused.weight.dtype is torch.bfloat16
-    assert torch.equal(fused.weight[3:], torch.ones(2, 128, dtype=torch.bfloat16))
-
-
 def test_fingerprint_when_a_device_does_not_round_inputs_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_quantized(tmp_path, GPTQ, pack_gptq)
     on_cpu = describe(tmp_path).shape.fingerprint
     monkeypatch.setattr("engine.options.resolve_device", torch.device)
-    on_gpu = ModelDescription.read(
-        EngineOptions(model_dir=tmp_path, model_name="tiny", dtype="float32", device="cuda")
-    ).shape.fingerprint
+    on_gpu = describe(tmp_path, device="cuda").shape.fingerprint
     assert on_cpu != on_gpu, "their KV must not be exchanged"

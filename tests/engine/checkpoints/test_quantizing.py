@@ -13,12 +13,12 @@ from common.random_models import ensure_random_checkpoint
 from engine.model.calibration import round_for_windows
 from engine.model.checkpoints import quantizing
 from engine.model.checkpoints.quantizing import QuantizeFailed, Rounding, quantize_checkpoint
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedLinear
 from engine.model.loader import weight_files
-from engine.model.precision import cpu_has_bfloat16
-from engine.model.rounding import round_to_zero_points
-from engine.model.weights import Linear, plain
+from engine.weights.config import UnsupportedModel
+from engine.weights.decoder_weights import Linear, plain
+from engine.weights.grouped import GroupedLinear
+from engine.weights.precision import cpu_has_bfloat16
+from engine.weights.rounding import round_to_zero_points
 from tests.engine.checkpoints.models import SIZES, load
 from tests.engine.checkpoints.packers import pack_rows
 from tests.engine.driver import Driver, make_sequence
@@ -50,8 +50,8 @@ def test_quantized_checkpoint_has_the_nearest_weights_of_its_grid(
     weights, _ = load(target)
     plain_weights, _ = load(source)
     for layer, original in zip(weights.layers, plain_weights.layers, strict=True):
-        for name, in_features in (("qkv", 64), ("output", 64), ("gate_up", 64), ("down", 96)):
-            projection, linear = getattr(layer, name), plain(getattr(original, name))
+        for place, original_place, in_features in zip(layer.places(), original.places(), (64, 64, 64, 96), strict=True):
+            projection, linear = place.get(), plain(original_place.get())
             assert isinstance(projection, GroupedLinear)
             size = in_features if group_size == -1 else group_size
             expected = round_to_zero_points(linear.weight, bits=bits, group_size=size).dequantize(torch.float32)
@@ -151,7 +151,9 @@ def test_quantize_that_fails_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_quantize_refuses_what_it_would_overwrite_or_cannot_round(source: Path, tmp_path: Path) -> None:
+def test_quantize_refuses_what_it_would_overwrite_or_cannot_round(
+    source: Path, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     rounding = Rounding(bits=4, group_size=32)
     with pytest.raises(QuantizeFailed, match="it exists; name another folder"):
         quantize_checkpoint(source, tmp_path, rounding, ignore)
@@ -163,6 +165,8 @@ def test_quantize_refuses_what_it_would_overwrite_or_cannot_round(source: Path, 
     random = ensure_random_checkpoint("random:qwen3-0.6b", tmp_path / "models")
     with pytest.raises(QuantizeFailed, match="its weights are random"):
         quantize_checkpoint(random, tmp_path / "other", rounding, ignore)
+    with pytest.raises(QuantizeFailed, match="cannot quantize a mixture of experts"):
+        quantize_checkpoint(checkpoint("mixtral"), tmp_path / "other", rounding, ignore)
     with pytest.raises(UnsupportedModel, match="safetensors missing"):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "other", rounding, ignore)
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model.checkpoints.formats import BadModule, WeightFormat, read_weight_format
-from engine.model.config import UnsupportedModel
-from engine.model.grouped import GroupedWeight
+from engine.model.checkpoints.formats import BadModule, WeightFormat
+from engine.model.checkpoints.quantization_config import read_weight_format
+from engine.weights.config import UnsupportedModel
+from engine.weights.grouped import GroupedWeight
 from tests.engine.checkpoints.packers import Grid, compressed_config, make_grid, pack_awq, pack_compressed, pack_gptq
 
 SHAPE = (40, 96)
@@ -37,17 +38,6 @@ def gptq_config(grid: Grid, **changes: Any) -> dict[str, Any]:
 AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
 
-@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, -1), (8, 96), (8, 32)])
-def test_gptq_weight_has_the_values_of_its_grid(bits: int, group_size: int, symmetric: bool, layout: str) -> None:
-    grid = make_grid(SHAPE, bits=bits, group_size=group_size, symmetric=symmetric)
-    weight = grouped(gptq_config(grid, checkpoint_format=layout), pack_gptq(grid, v2=layout == "gptq_v2"))
-    assert torch.equal(weight.dequantize(torch.float32), grid.values())
-    assert (weight.bits, weight.group_size) == (bits, grid.group_size)
-    assert (weight.offsets is None) == symmetric, "kernels are faster on symmetric grids"
-
-
 def test_gptq_weight_with_act_order_has_the_values_of_its_grid() -> None:
     grid = make_grid(SHAPE, act_order=True)
     values = read(gptq_config(grid, desc_act=True)).unpack(pack_gptq(grid), SHAPE)
@@ -71,13 +61,6 @@ def test_gptq_zero_points_less_one_that_borrowed_from_their_neighbours_are_resto
     assert torch.equal(grouped(gptq_config(grid), parts).dequantize(torch.float32), grid.values())
 
 
-@pytest.mark.parametrize("group_size", [32, -1])
-def test_awq_weight_has_the_values_of_its_grid(group_size: int) -> None:
-    grid = make_grid(SHAPE, group_size=group_size)
-    weight = grouped({**AWQ_CONFIG, "group_size": group_size}, pack_awq(grid))
-    assert torch.equal(weight.dequantize(torch.float32), grid.values())
-
-
 @pytest.mark.parametrize("group_size", [64, 128])
 def test_awq_weight_whose_last_group_is_not_full_has_a_scale_for_every_input(group_size: int) -> None:
     grid = make_grid(SHAPE, group_size=group_size)
@@ -97,17 +80,6 @@ def test_awq_config_of_autoawq_itself_is_read() -> None:
     grid = make_grid(SHAPE)
     config = {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"}
     assert torch.equal(grouped(config, pack_awq(grid)).dequantize(torch.float32), grid.values())
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, -1), (8, 96), (8, 32)])
-def test_packed_compressed_weight_has_the_values_of_its_grid(bits: int, group_size: int, symmetric: bool) -> None:
-    grid = make_grid(SHAPE, bits=bits, group_size=group_size, symmetric=symmetric, scale_dtype=torch.bfloat16)
-    config = compressed_config(bits=bits, group_size=group_size, symmetric=symmetric)
-    weight = grouped(config, pack_compressed(grid, symmetric=symmetric))
-    assert torch.equal(weight.dequantize(torch.float32), grid.values())
-    assert torch.equal(weight.dequantize(torch.bfloat16), grid.values(torch.bfloat16)), "as the format's own library"
-    assert (weight.bits, weight.group_size) == (bits, grid.group_size)
 
 
 def test_compressed_weight_with_act_order_has_the_values_of_its_grid() -> None:
@@ -145,26 +117,41 @@ def test_groups_that_kernels_cannot_take_become_plain_values() -> None:
     assert torch.equal(values, grid.values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 5),
     columns=st.integers(1, 5),
     bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from([32, -1]),
     symmetric=st.booleans(),
+    layout=st.sampled_from(["gptq", "gptq_v2"]),
+    scale_dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-def test_formats_agree_with_their_packers_for_any_size(
-    rows: int, columns: int, bits: int, symmetric: bool, seed: int
+def test_weight_of_any_format_and_size_has_the_values_of_its_grid(
+    rows: int,
+    columns: int,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    layout: str,
+    scale_dtype: torch.dtype,
+    seed: int,
 ) -> None:
     shape = (8 * rows, 32 * columns)
-    grid = make_grid(shape, bits=bits, symmetric=symmetric, seed=seed)
-    packed = [
-        grouped(gptq_config(grid), pack_gptq(grid), shape),
-        grouped(compressed_config(bits=bits), pack_compressed(grid, symmetric=symmetric), shape),
-    ]
+    grid = make_grid(shape, bits=bits, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, seed=seed)
+    config = compressed_config(bits=bits, group_size=group_size, symmetric=symmetric)
+    compressed = grouped(config, pack_compressed(grid, symmetric=symmetric), shape)
+    if scale_dtype is torch.bfloat16:  # as the format's own library computes
+        assert torch.equal(compressed.dequantize(torch.bfloat16), grid.values(torch.bfloat16))
+    gptq = grouped(gptq_config(grid, checkpoint_format=layout), pack_gptq(grid, v2=layout == "gptq_v2"), shape)
+    assert (gptq.offsets is None) == symmetric, "kernels are faster on symmetric grids"
+    packed = [gptq, compressed]
     if bits == 4:
-        packed.append(grouped(AWQ_CONFIG, pack_awq(grid), shape))
-    assert all(torch.equal(weight.dequantize(torch.float32), grid.values()) for weight in packed)
+        packed.append(grouped({**AWQ_CONFIG, "group_size": group_size}, pack_awq(grid), shape))
+    for weight in packed:
+        assert torch.equal(weight.dequantize(torch.float32), grid.values())
+        assert (weight.bits, weight.group_size) == (bits, grid.group_size)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +160,7 @@ def test_formats_agree_with_their_packers_for_any_size(
         (
             {"quant_method": "bitsandbytes"},
             r"quantization_config\.quant_method: 'bitsandbytes' is not supported; supported are awq, compressed-tensors"
-            " and gptq",
+            ", gptq and mxfp4",
         ),
         (
             {"quant_method": "gptq", "bits": 3},

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.precision import cpu_has
 from engine.ops.cpu.build import NotBuilt, build_kernels, find_compiler
 from engine.ops.cpu.library import CpuKernels
+from engine.weights.precision import cpu_has
 
 _X86_ONLY = platform.machine() in {"x86_64", "AMD64"}
 

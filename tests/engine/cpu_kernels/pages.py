@@ -6,9 +6,11 @@ from array import array
 import torch
 from hypothesis import strategies as st
 
-from engine.kv_cache import TorchKvStore, kv_shape
-from engine.model.config import DecoderConfig, parse_config
 from engine.ops.metadata import SequenceSpan
+from engine.ops.torch_pages import layer_pages
+from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.pages.kv_format import KvDtype
+from engine.weights.config import DecoderConfig, parse_config
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
@@ -33,11 +35,21 @@ def make_config(num_heads: int, num_kv_heads: int, head_dim: int, window: int | 
 
 
 def make_store(
-    config: DecoderConfig, block_size: int, dtype: torch.dtype, num_blocks: int = NUM_BLOCKS
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    *,
+    kv_dtype: KvDtype = "auto",
+    block_size: int = 16,
+    num_blocks: int = NUM_BLOCKS,
 ) -> TorchKvStore:
-    """Return empty pages."""
-    shape = kv_shape(config, block_size=block_size, dtype=dtype, fingerprint="test")
-    return TorchKvStore(shape, num_blocks, device=CPU)
+    """Return pages that hold the same random keys and values in all slots each time."""
+    shape = kv_shape(config, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, fingerprint="test")
+    store = TorchKvStore(shape, num_blocks, device=CPU)
+    torch.manual_seed(3)
+    slots = torch.arange(num_blocks * block_size)
+    for pages in layer_pages(store, 0, dtype):
+        pages.write(slots, torch.randn(len(slots), shape.num_kv_heads, shape.head_dim).to(dtype))
+    return store
 
 
 def make_qkv(config: DecoderConfig, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:

@@ -83,13 +83,6 @@ def test_build_when_the_folder_is_not_writable_gives_the_reason(tmp_path: Path) 
     assert isinstance(build_kernels(in_the_way / "cache"), NotBuilt)
 
 
-def test_build_when_called_again_compiles_once(counting_compiler: Path, tmp_path: Path) -> None:
-    first, second = build_kernels(tmp_path / "cache"), build_kernels(tmp_path / "cache")
-    assert isinstance(first, Path)
-    assert first == second
-    assert counting_compiler.read_text() == "x\n"
-
-
 def test_build_when_called_by_many_at_once_compiles_once(counting_compiler: Path, tmp_path: Path) -> None:
     with concurrent.futures.ThreadPoolExecutor() as threads:
         built = list(threads.map(build_kernels, [tmp_path / "cache"] * 8))

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.grouped import GroupedLinear, RoundedInputs, input_span
-from engine.model.precision import cpu_has
 from engine.ops.cpu.build import NotBuilt, build_kernels
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.linear import Arena, PackedLinear, pack_grouped
-from tests.engine.test_grouped import make_weight
+from engine.weights.grouped import GroupedLinear, RoundedInputs, input_span
+from engine.weights.precision import cpu_has
+from tests.engine.checkpoints.packers import make_weight
 
 
 def make_linear(

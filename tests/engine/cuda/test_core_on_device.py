@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 
 from engine.core import EngineCore
-from engine.executor import Executor
 from engine.request import EngineRequest
-from engine.scheduler import SchedulerLimits
-from tests.builders import assert_empty, make_request, run_until_idle, submit
-from tests.clock import ManualClock
+from tests.builders import assert_empty, core_on, make_request, run_until_idle, submit
 from tests.engine.driver import load, load_device
 from tests.engine.overlap import step
 from tests.engine.tiny_models import VOCAB_SIZE
-
-BLOCK_SIZE = 4
-
-
-def make_core(executor: Executor) -> EngineCore:
-    limits = SchedulerLimits(block_size=BLOCK_SIZE, max_step_tokens=24, max_running=6, max_waiting=64)
-    return EngineCore(executor, limits, ManualClock())
 
 
 def make_requests(seed: int, num: int) -> list[EngineRequest]:
@@ -68,26 +58,8 @@ def answers(core: EngineCore, requests: list[EngineRequest], seed: int) -> list[
 @pytest.mark.parametrize("seed", range(2))
 def test_core_over_the_device_executor_answers_as_over_the_other(qwen3: Path, seed: int) -> None:
     requests = make_requests(seed, 14)
-    expected = answers(make_core(load(qwen3, num_blocks=512)), requests, seed)
-    core = make_core(load_device(qwen3, num_blocks=20, max_running=6, max_step_tokens=24))
+    limits: dict[str, Any] = {"max_step_tokens": 24, "max_running": 6}
+    expected = answers(core_on(load(qwen3, num_blocks=512), **limits), requests, seed)
+    core = core_on(load_device(qwen3, num_blocks=20, **limits), **limits)
     assert answers(core, requests, seed) == expected
     assert core.scheduler.num_preemptions > 0
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_core_over_the_device_executor_when_cancelled_at_random_leaks_nothing(qwen3: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    core = make_core(load_device(qwen3, num_blocks=20, max_running=6, max_step_tokens=24))
-    requests = make_requests(seed + 10, 14)
-    expected = answers(make_core(load(qwen3, num_blocks=512)), requests, seed)
-    submitted = [submit(core, request) for request in requests]
-    cancelled = rng.sample(range(len(requests)), 6)
-    for i in cancelled:
-        for _ in range(rng.randrange(5)):
-            step(core)
-        core.cancel(submitted[i][0])
-    run_until_idle(core)
-    assert_empty(core)
-    for i, (_group, collector) in enumerate(submitted):
-        if i not in cancelled:
-            assert [collector.token_ids(j) for j in range(requests[i].sampling.n)] == expected[i]

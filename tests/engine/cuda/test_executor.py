@@ -1,6 +1,5 @@
 """The device executor: graphs, rows with changing owners, faults half-way, pages in the remaining memory."""
 
-import logging
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from common.errors import EngineFault
-from common.sampling import SamplingParams
+from common.sampling import PARAMETERS, SamplingParams
 from engine.cuda.loading import LoadedModel
 from engine.executor import ScheduledSequence
-from engine.kv_cache import TorchKvStore
+from engine.pages.kv_cache import TorchKvStore
 from engine.sequence import Sequence
 from tests.engine.driver import DEVICE, Driver, load, load_device, make_sequence
 from tests.engine.test_executors import fill_with_nan
@@ -36,7 +35,14 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-def sampled_sequences(num: int) -> list[Sequence]:
+# What does not change which token is chosen from given logits, or is not this executor's.
+NOT_SAMPLED = {
+    *("n", "seed", "max_tokens", "stop", "ignore_eos", "num_prompt_logprobs", "include_special_tokens", "detokenize"),
+    *("structured_outputs", "use_beam_search", "length_penalty", "early_stopping"),
+}
+
+
+def sampled_sequences(num: int = len(SAMPLINGS)) -> list[Sequence]:
     return [
         make_sequence(
             make_prompt(3 + 5 * i, seed=i),
@@ -47,9 +53,10 @@ def sampled_sequences(num: int) -> list[Sequence]:
 
 
 def test_launch_when_rows_are_sampled_in_every_way_equals_the_other_executor(qwen3: Path) -> None:
-    expected = Driver(load(qwen3, num_blocks=512)).generate(sampled_sequences(10), num_tokens=NUM_TOKENS)
+    assert {name for each in SAMPLINGS for name in each} == {each.name for each in PARAMETERS} - NOT_SAMPLED
+    expected = Driver(load(qwen3, num_blocks=512)).generate(sampled_sequences(), num_tokens=NUM_TOKENS)
     driver = Driver(load_device(qwen3, num_blocks=512, max_running=16))
-    assert driver.generate(sampled_sequences(10), num_tokens=NUM_TOKENS) == expected
+    assert driver.generate(sampled_sequences(), num_tokens=NUM_TOKENS) == expected
     assert driver.num_overlapped
 
 
@@ -90,7 +97,7 @@ def test_launch_when_a_step_fails_half_way_the_next_ones_answer_the_same(
         sequence.block_table.extend(range(30))
     batch = [ScheduledSequence(sequence, sequence.num_tokens, 1) for sequence in sequences]
     for broken in (
-        "engine.cuda.columns.PackedColumns.upload",
+        "engine.device.columns.PackedColumns.upload",
         "engine.cuda.executor.RaggedColumns.input_ids",
         "engine.model.decoder.Decoder.logits",
     ):
@@ -130,17 +137,13 @@ def test_results_when_logits_are_nan_raise_and_the_next_step_in_flight_is_harmle
 
 
 def test_load_when_no_pages_are_given_fills_the_memory_that_is_left(
-    qwen3: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.cuda.loading.kv_bytes_left", lambda step, share, graph_bytes: 100_000)
-    with caplog.at_level(logging.INFO, logger="engine.cuda.loading"):
-        executor = load_device(qwen3, num_blocks=None, dtype="bfloat16", max_model_len=99)
+    executor = load_device(qwen3, num_blocks=None, dtype="bfloat16", max_model_len=99)
     shape = executor.kv.shape
     assert executor.kv.num_blocks == 100_000 // shape.block_bytes
     assert (executor.max_model_len, executor.vocab_size, executor.model_name) == (99, VOCAB_SIZE, "tiny")
-    (record,) = [r for r in caplog.records if r.message == "device executor ready"]
-    assert record.__dict__["num_kv_tokens"] == 4 * executor.kv.num_blocks
-    assert record.__dict__["kv_bytes_per_token"] == shape.bytes_per_token
     sequence = make_sequence(make_prompt(90))
     Driver(executor).generate([sequence], num_tokens=8)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.cuda.device import HostDevice
 from engine.cuda.graphs import decode_sizes
+from engine.device.devices import HostDevice
 from tests.engine.driver import Driver, load, load_device, make_sequence
 from tests.engine.tiny_models import make_prompt
 
@@ -34,7 +34,7 @@ def test_launch_when_graphs_cannot_be_captured_runs_without_and_says_why(
     prompts = [make_prompt(num, seed=num) for num in (5, 9, 2)]
     expected = Driver(load(qwen3)).generate([make_sequence(p) for p in prompts], num_tokens=6)
     for device in ("HostDevice", "CudaDevice"):
-        monkeypatch.setattr(f"engine.cuda.device.{device}.capture", fail)
+        monkeypatch.setattr(f"engine.device.devices.{device}.capture", fail)
     with caplog.at_level(logging.WARNING, logger="engine.cuda.graphs"):
         executor = load_device(qwen3)
     (record,) = (each for each in caplog.records if each.name == "engine.cuda.graphs")

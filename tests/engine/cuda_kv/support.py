@@ -3,14 +3,21 @@
 import torch
 from torch import Tensor
 
-from engine.cuda.kv_copy import DevicePages
-from engine.kv_format import format_named
+from engine.device.kv_copy import DevicePages
 from engine.kv_store import NONCE_BYTES, KvShape
+from engine.pages.kv_format import format_named
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def make_shape(*, dtype: str = "bfloat16", head_dim: int = 6, num_kv_heads: int = 2, block_size: int = 4) -> KvShape:
+def make_shape(
+    *,
+    dtype: str = "bfloat16",
+    head_dim: int = 6,
+    num_kv_heads: int = 2,
+    block_size: int = 4,
+    parts_per_layer: int = 2,
+) -> KvShape:
     return KvShape(
         num_layers=3,
         num_kv_heads=num_kv_heads,
@@ -19,6 +26,7 @@ def make_shape(*, dtype: str = "bfloat16", head_dim: int = 6, num_kv_heads: int 
         dtype=dtype,
         row_bytes=format_named(dtype).row_bytes(head_dim),
         fingerprint="test",
+        parts_per_layer=parts_per_layer,
     )
 
 
@@ -31,15 +39,15 @@ def make_storage(shape: KvShape, num_blocks: int, *, seed: int = 0) -> Tensor:
 
 def pages_in(storage: Tensor, shape: KvShape, *, staging_blocks: int = 3) -> DevicePages:
     """Return the pages in a storage, with staging so small that larger copies take several rounds."""
-    pages = storage[:-NONCE_BYTES].view(shape.num_layers, 2, -1)
+    pages = storage[:-NONCE_BYTES].view(shape.num_layers, shape.parts_per_layer, -1)
     return DevicePages(pages, shape, staging_bytes=staging_blocks * shape.block_bytes)
 
 
 def wire_bytes(storage: Tensor, shape: KvShape, block_ids: list[int]) -> bytes:
-    """Return the blocks as they travel, by plain indexing: [num_blocks, num_layers, 2, bytes]."""
+    """Return the blocks as they travel, by plain indexing: [num_blocks, num_parts, bytes]."""
     num_blocks = (storage.numel() - NONCE_BYTES) // shape.block_bytes
-    pages = storage[:-NONCE_BYTES].cpu().view(shape.num_layers, 2, num_blocks, -1)
-    return b"".join(pages[:, :, block_id].contiguous().numpy().tobytes() for block_id in block_ids)
+    pages = storage[:-NONCE_BYTES].cpu().view(shape.num_parts, num_blocks, -1)
+    return b"".join(pages[:, block_id].contiguous().numpy().tobytes() for block_id in block_ids)
 
 
 class Card:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from common.errors import LayoutMismatch, TransferError
 from common.ids import BlockId
-from engine.cuda.ipc import SharedDevicePages, share_pages
-from engine.cuda.kv_copy import DevicePages, block_view
-from engine.kv_cache import HostPages
+from engine.device.ipc import SharedDevicePages, share_pages
+from engine.device.kv_copy import DevicePages, block_view
 from engine.kv_store import KvShape
+from engine.pages.kv_cache import HostPages
 from tests.engine.cuda_kv.support import Card, CardDriver, make_shape, make_storage, pages_in, wire_bytes
 
 Open = Callable[..., tuple[Tensor, HostPages | DevicePages]]
@@ -25,6 +25,7 @@ SHAPES = [
     make_shape(dtype="float32", head_dim=3, num_kv_heads=1, block_size=1),
     make_shape(dtype="float16", head_dim=3, num_kv_heads=1, block_size=1),
     make_shape(dtype="float8_e4m3fn", head_dim=5, num_kv_heads=1, block_size=1),
+    make_shape(head_dim=9, num_kv_heads=1, parts_per_layer=1),
 ]
 
 
@@ -134,8 +135,8 @@ def test_copies_of_more_threads_than_lanes_do_not_mix_their_staging() -> None:
 def test_block_view_shares_memory_with_the_pages(shape: KvShape) -> None:
     storage = make_storage(shape, 7)
     view = block_view(storage[:-16], shape)
-    assert view.shape[:2] == (7, 2 * shape.num_layers)
-    assert view.shape[2] * view.element_size() * 2 * shape.num_layers == shape.block_bytes
+    assert view.shape[:2] == (7, shape.num_parts)
+    assert view.shape[2] * view.element_size() * shape.num_parts == shape.block_bytes
     view[5].zero_()
     assert wire_bytes(storage, shape, [5]) == bytes(shape.block_bytes)
     assert storage.count_nonzero() > 0

@@ -21,21 +21,23 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.cuda.kernels import int8_linear, move_blocks, quantize_rows
+from engine.device.move_blocks import move_blocks
 from engine.ops.triton_kernels.decode_attention import decode_attention, split_keys
 from engine.ops.triton_kernels.elementwise import (
     add_rms_norm,
     add_rms_norm_fp8,
+    gate_mul,
+    gate_mul_fp8,
     rms_norm,
     rms_norm_fp8,
-    silu_mul,
-    silu_mul_fp8,
 )
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention
-from engine.ops.triton_kernels.race import race
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write
 from engine.ops.triton_kernels.step import DeviceStep
+from engine.sampling.race import race
+from engine.weights.architectures import Activation
+from engine.weights.kernels import int8_linear, quantize_rows
 
 _NUM_TOKENS = 256
 
@@ -51,6 +53,7 @@ class Shape:
     hidden_size: int
     intermediate_size: int
     has_head_norms: bool = False
+    has_sinks: bool = False
     block_size: int = 16
     window: int | None = None
     dtype: torch.dtype = torch.bfloat16
@@ -72,14 +75,22 @@ _LLAMA_8B = Shape(
 _SMOLLM2 = Shape(name="smollm2-135m", num_heads=9, num_kv_heads=3, head_dim=64, hidden_size=576, intermediate_size=1536)
 SHAPES = (
     _QWEN3_0_6B,
-    replace(_QWEN3_0_6B, name="qwen3-8b", num_heads=32, hidden_size=4096, intermediate_size=12288, block_size=32),
     _LLAMA_8B,
     replace(_LLAMA_8B, name="llama-3.1-8b float8 pages", page_dtype=torch.float8_e4m3fn),
-    replace(_LLAMA_8B, name="llama-3.1-8b window 4096", window=4096),
+    replace(_LLAMA_8B, name="llama-3.1-8b window 4096", window=4096, block_size=32),
     replace(_LLAMA_8B, name="llama-3.1-8b float32", dtype=torch.float32),
     replace(_LLAMA_8B, name="head_dim 256", num_heads=16, head_dim=256),
     _SMOLLM2,
-    replace(_SMOLLM2, name="smollm2-135m float8 pages", page_dtype=torch.float8_e4m3fn),
+    Shape(
+        name="gpt-oss-20b",
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        hidden_size=2880,
+        intermediate_size=2880,
+        has_sinks=True,
+        window=128,
+    ),
 )
 
 
@@ -136,23 +147,25 @@ def _launch_kernels(shape: Shape) -> None:
         decode_seqs=None,
         prefill_tiles=empty(8, 2, dtype=torch.int32),
     )
-    norm = empty(shape.head_dim)
+    norm = empty(shape.head_dim, dtype=torch.float32)
     norms = HeadNorms(query=norm, key=norm, eps=1e-6) if shape.has_head_norms else None
     rotations = empty(4096, shape.head_dim, dtype=torch.float32)
     for num_tokens in (1, _NUM_TOKENS):
         qkv = empty(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         query = rope_kv_write(qkv, norms, rotations, pages, step)
-    decode_attention(query, query, pages, step, split_keys(1, shape.num_heads, pages, num_sms=132))
-    prefill_attention(query, query, pages, step)
+    sinks = empty(shape.num_heads) if shape.has_sinks else None
+    decode_attention(query, query, pages, step, split_keys(1, shape.num_heads, pages, num_sms=132), sinks)
+    prefill_attention(query, query, pages, step, sinks)
     if shape not in (_QWEN3_0_6B, _LLAMA_8B, _SMOLLM2):
         return  # the other shapes have equal elementwise kernels
-    x, weight = empty(_NUM_TOKENS, shape.hidden_size), empty(shape.hidden_size)
+    x, weight = empty(_NUM_TOKENS, shape.hidden_size), empty(shape.hidden_size, dtype=torch.float32)
     rms_norm(x, weight, 1e-6)
     add_rms_norm(x, x, weight, 1e-6)
-    silu_mul(empty(_NUM_TOKENS, 2 * shape.intermediate_size))
     rms_norm_fp8(x, weight, 1e-6)
     add_rms_norm_fp8(x, x, weight, 1e-6)
-    silu_mul_fp8(empty(_NUM_TOKENS, 2 * shape.intermediate_size))
+    for activation in Activation:
+        gate_mul(empty(_NUM_TOKENS, 2 * shape.intermediate_size), activation)
+        gate_mul_fp8(empty(_NUM_TOKENS, 2 * shape.intermediate_size), activation)
 
 
 def _launch_kernels_of_any_shape() -> None:

@@ -18,7 +18,7 @@ def _patched_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    from engine.ops.triton_kernels.pages import is_interpreted
+    from engine.device.interpreter import is_interpreted
 
     if torch.cuda.is_available() and not is_interpreted():
         return torch.device("cuda")

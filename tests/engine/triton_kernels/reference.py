@@ -32,7 +32,9 @@ def rope_kv_write(
     return _rotate(query, cos, sin).to(qkv.dtype)
 
 
-def decode_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep) -> None:
+def decode_attention(
+    output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep, sinks: Tensor | None = None
+) -> None:
     """See `decode_attention.decode_attention`."""
     for index in range(step.num_decodes):
         if step.decode_seqs is None:
@@ -40,16 +42,18 @@ def decode_attention(output: Tensor, query: Tensor, pages: LayerPages, step: Dev
         else:
             seq = int(step.decode_seqs[index])
             token = int(step.query_start_loc[seq])
-        output[token : token + 1] = _attend_sequence(query[token : token + 1], pages, step, seq)
+        output[token : token + 1] = _attend_sequence(query[token : token + 1], pages, step, seq, sinks)
 
 
-def prefill_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep) -> None:
+def prefill_attention(
+    output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep, sinks: Tensor | None = None
+) -> None:
     """See `prefill_attention.prefill_attention`."""
     if step.prefill_tiles is None:
         return
     for seq in set(step.prefill_tiles[:, 0].tolist()):
         begin, end = step.query_start_loc[seq : seq + 2].tolist()
-        output[begin:end] = _attend_sequence(query[begin:end], pages, step, seq)
+        output[begin:end] = _attend_sequence(query[begin:end], pages, step, seq, sinks)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,7 +61,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _attend_sequence(query: Tensor, pages: LayerPages, step: DeviceStep, seq: int) -> Tensor:
+def _attend_sequence(query: Tensor, pages: LayerPages, step: DeviceStep, seq: int, sinks: Tensor | None) -> Tensor:
     """Return the attention of the last len(query) tokens of a sequence, [num_new, num_heads, head_dim]."""
     context_len = int(step.context_lens[seq])
     if context_len == 0:
@@ -75,5 +79,8 @@ def _attend_sequence(query: Tensor, pages: LayerPages, step: DeviceStep, seq: in
     if pages.window is not None:
         hidden |= at_key <= at_query - pages.window
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * query.shape[-1] ** -0.5
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores.masked_fill_(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(*scores.shape[:2], 1)), -1)
+    weights = scores.softmax(-1)[..., :context_len]
     return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device.interpreter import is_interpreted
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
-from engine.ops.triton_kernels.pages import LayerPages, is_interpreted
+from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.step import DeviceStep
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -32,6 +33,7 @@ class Case:
     page_dtype: torch.dtype | None = None
     key_scale: float = 1.0
     value_scale: float = 1.0
+    has_sinks: bool = False
     seed: int = 0
 
     @property
@@ -61,6 +63,9 @@ class Case:
     def qkv(self, device: torch.device) -> Tensor:
         num_all_heads = self.num_heads + 2 * self.num_kv_heads
         return self._random(self.num_tokens, num_all_heads, self.head_dim).to(device, self.dtype)
+
+    def sinks(self, device: torch.device) -> Tensor | None:
+        return 2 * self._random(self.num_heads).to(device, self.dtype) if self.has_sinks else None
 
     def pages(self, device: torch.device) -> LayerPages:
         """Return pages with random KV in the contexts' slots and NaN in all others."""

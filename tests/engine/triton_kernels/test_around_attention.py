@@ -7,19 +7,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.cuda.kernels import quantize_rows
-from engine.model.config import RopeConfig, RopeType
-from engine.model.rope import RotaryEmbedding, rotate
+from engine.device.interpreter import is_interpreted
+from engine.ops.torch_ops import activate
 from engine.ops.triton_kernels.elementwise import (
     add_rms_norm,
     add_rms_norm_fp8,
+    gate_mul,
+    gate_mul_fp8,
     rms_norm,
     rms_norm_fp8,
-    silu_mul,
-    silu_mul_fp8,
 )
-from engine.ops.triton_kernels.pages import LayerPages, is_interpreted
+from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
+from engine.weights.architectures import Activation
+from engine.weights.kernels import quantize_rows
+from engine.weights.rope import RotaryEmbedding, rotate
+from engine.weights.rope_config import RopeConfig, RopeType
 from tests.engine.triton_interpreter import MANY_TOKENS
 from tests.engine.triton_kernels import reference
 from tests.engine.triton_kernels.support import TOLERANCE, Case, assert_close, bits, padded
@@ -60,12 +63,16 @@ def test_rms_norm_of_zeros_is_zero(device: torch.device) -> None:
     assert not normed.any()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 1536])
-def test_silu_mul_of_any_size_equals_reference(size: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_gate_mul_of_any_size_equals_reference(
+    size: int, dtype: torch.dtype, device: torch.device, activation: Activation
+) -> None:
     gate_up = _random(device, dtype, 3, 2 * size, seed=0)
     gate, up = gate_up.chunk(2, dim=-1)
-    assert_close(silu_mul(gate_up), F.silu(gate) * up)
+    assert_close(gate_mul(gate_up, activation), activate(gate, activation) * up)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,9 +87,9 @@ def test_operations_in_8_bits_equal_the_operation_and_the_rounding_after_it(
     found = [
         rms_norm_fp8(x, weight, 1e-5),
         add_rms_norm_fp8(x, residual, weight, 1e-5),
-        silu_mul_fp8(gate_up),
+        gate_mul_fp8(gate_up, Activation.SILU),
     ]
-    expected = [rms_norm(x, weight, 1e-5), add_rms_norm(x, sums, weight, 1e-5), silu_mul(gate_up)]
+    expected = [rms_norm(x, weight, 1e-5), add_rms_norm(x, sums, weight, 1e-5), gate_mul(gate_up, Activation.SILU)]
     assert torch.equal(residual, sums)
     for rows, plain in zip(found, expected, strict=True):
         values, scales = quantize_rows(plain)
@@ -92,9 +99,10 @@ def test_operations_in_8_bits_equal_the_operation_and_the_rounding_after_it(
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's
-def test_silu_mul_of_large_gates_is_finite(device: torch.device) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_gate_mul_of_large_gates_is_finite(device: torch.device, activation: Activation) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, 2.0, 2.0]], device=device)
-    assert silu_mul(gate_up).tolist() == [[0.0, 2e4]]
+    assert gate_mul(gate_up, activation).tolist() == [[0.0, 2e4]]
 
 
 _ROPE = RopeConfig(rope_type=RopeType.YARN, theta=100.0, factor=4.0, original_max_position_embeddings=64)

@@ -35,15 +35,15 @@ def _splits(case: Case, pages: LayerPages, num_splits: int, *, min_keys: int = 1
 
 def _check(case: Case, device: torch.device, *, num_splits: int = 3, min_keys: int = 1) -> None:
     """Compare each kernel alone with the reference, in the rows of its own tokens and in those of the others."""
-    pages, query = case.pages(device), case.query(device)
+    pages, query, sinks = case.pages(device), case.query(device), case.sinks(device)
     step = case.step(device, tile_tokens=tile_tokens(case.dtype, case.head_dim, case.num_heads // case.num_kv_heads))
     output, expected = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
-    decode_attention(output, query, pages, step, _splits(case, pages, num_splits, min_keys=min_keys))
-    reference.decode_attention(expected, query, pages, step)
+    decode_attention(output, query, pages, step, _splits(case, pages, num_splits, min_keys=min_keys), sinks)
+    reference.decode_attention(expected, query, pages, step, sinks)
     assert_close(output, expected)
     output, expected = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
-    prefill_attention(output, query, pages, step)
-    reference.prefill_attention(expected, query, pages, step)
+    prefill_attention(output, query, pages, step, sinks)
+    reference.prefill_attention(expected, query, pages, step, sinks)
     assert_close(output, expected)
 
 
@@ -66,16 +66,17 @@ def test_prefill_attention_around_page_and_tile_boundaries_equals_reference(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (12, False), (None, True)])
 def test_attention_of_chunks_through_torch_equals_reference(
-    dtype: torch.dtype, window: int | None, device: torch.device
+    dtype: torch.dtype, window: int | None, has_sinks: bool, device: torch.device
 ) -> None:
-    case = Case(spans=[(80, 1), (40, 21), (0, 1), (0, 9), (3, 2)], num_heads=6, window=window, dtype=dtype)
-    pages, query = case.pages(device), case.query(device)
+    spans = [(80, 1), (40, 21), (0, 1), (0, 9), (3, 2)]
+    case = Case(spans=spans, num_heads=6, window=window, has_sinks=has_sinks, dtype=dtype)
+    pages, query, sinks = case.pages(device), case.query(device), case.sinks(device)
     step = case.step(device, tile_tokens=tile_tokens(dtype, case.head_dim, 3))
     output, expected = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
-    cudnn_attention(output, query, pages, step)
-    reference.prefill_attention(expected, query, pages, step)
+    cudnn_attention(output, query, pages, step, sinks)
+    reference.prefill_attention(expected, query, pages, step, sinks)
     assert_close(output, expected)
 
 
@@ -126,20 +127,31 @@ def test_prefill_attention_in_window_equals_reference(window: int, device: torch
     num_splits=st.integers(1, 6),
     min_keys=st.integers(1, 80),
     window=st.none() | st.integers(1, 150),
+    has_sinks=st.booleans(),
 )
 def test_attention_of_any_batch_and_split_equals_reference(
-    device: torch.device, spans: list[tuple[int, int]], num_splits: int, min_keys: int, window: int | None
+    device: torch.device,
+    spans: list[tuple[int, int]],
+    num_splits: int,
+    min_keys: int,
+    window: int | None,
+    has_sinks: bool,
 ) -> None:
-    _check(Case(spans=spans, window=window), device, num_splits=num_splits, min_keys=min_keys)
+    _check(Case(spans=spans, window=window, has_sinks=has_sinks), device, num_splits=num_splits, min_keys=min_keys)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_attention_of_head_groups_with_sinks_equals_reference(num_splits: int, device: torch.device) -> None:
+    _check(Case(spans=_MIXED, num_heads=9, num_kv_heads=3, has_sinks=True), device, num_splits=num_splits)
 
 
 def test_decode_attention_of_padding_rows_is_zero(device: torch.device) -> None:
-    case = Case(spans=[(40, 1), (7, 1)])
-    pages, step = case.pages(device), padded(case.step(device), 5)
+    case = Case(spans=[(40, 1), (7, 1)], has_sinks=True)
+    pages, step, sinks = case.pages(device), padded(case.step(device), 5), case.sinks(device)
     query = torch.randn(5, case.num_heads, case.head_dim, device=device)
     output, expected = torch.full_like(query, float("nan")), torch.empty_like(query)
-    decode_attention(output, query, pages, step, _splits(case, pages, 3))
-    reference.decode_attention(expected, query, pages, step)
+    decode_attention(output, query, pages, step, _splits(case, pages, 3), sinks)
+    reference.decode_attention(expected, query, pages, step, sinks)
     assert_close(output, expected)
     assert not output[2:].any()
 

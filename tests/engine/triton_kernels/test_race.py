@@ -1,15 +1,16 @@
 """The race of a whole vocabulary: the kernel against its reference, and the reference against the sampler's draw."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from common.sampling import SamplingParams
-from engine.cuda.columns import PackedColumns
-from engine.draw import INVALID, RaceColumns, first_best, race
-from engine.logits import SamplingRow
-from engine.ops.triton_kernels import race as kernels
-from engine.sampler import Sampler
+from engine.device.columns import PackedColumns
+from engine.sampling import race as kernels
+from engine.sampling.draw import INVALID, RaceColumns, first_best, race
+from engine.sampling.sampler import Sampler
+from tests.engine.sampling_rows import make_row
 
 
 def _logits(num_rows: int, vocab_size: int) -> Tensor:
@@ -61,16 +62,13 @@ def test_race_of_impossible_tokens_never_chooses_them(device: torch.device) -> N
 
 
 def test_race_columns_choose_the_sampler_s_tokens_for_rows_that_race(device: torch.device) -> None:
-    sampling = [
-        SamplingParams(temperature=0.8, seed=3),
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=2.0, seed=2**63 + 5, min_p=0.05),
-        SamplingParams(temperature=1.0, seed=9, top_k=4),
+    sampling: list[dict[str, Any]] = [
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 0.0},
+        {"temperature": 2.0, "seed": 2**63 + 5, "min_p": 0.05},
+        {"temperature": 1.0, "seed": 9, "top_k": 4},
     ]
-    rows = [
-        SamplingRow(params=params, sample_index=i, token_index=11 + i, prompt_token_ids=(1,), output_token_ids=())
-        for i, params in enumerate(sampling)
-    ]
+    rows = [make_row(sample_index=i, token_index=11 + i, **params) for i, params in enumerate(sampling)]
     logits = _logits(4, 640)
     columns = PackedColumns()
     planned = RaceColumns.add(rows, 4, columns)

@@ -25,6 +25,7 @@ def parse() -> Any:
 def beta_parse() -> Any:
     """The older name of the same, several samples."""
     reply = client.beta.chat.completions.parse(messages=ASK, response_format=Person, seed=1, n=2, **OPTIONS)
+    assert len(reply.choices) == 2
     return [choice.message.parsed.model_dump() for choice in reply.choices]
 
 

@@ -3,20 +3,18 @@
 from collections.abc import Mapping
 
 from tests.fuzz.target import Target
-from tests.fuzz.targets.events import EventsTarget, WatchTarget
+from tests.fuzz.targets.events import WatchTarget
 from tests.fuzz.targets.http_door import HttpTarget
 from tests.fuzz.targets.pull_client import PullTarget
 from tests.fuzz.targets.router import AdminTarget, RouterTarget
 from tests.fuzz.targets.trust import TrustTarget
-from tests.fuzz.targets.worker import ServeTarget, WorkerTarget
+from tests.fuzz.targets.worker import WorkerTarget
 
 _ALL: tuple[type[Target], ...] = (
     RouterTarget,
     AdminTarget,
     WorkerTarget,
-    EventsTarget,
     WatchTarget,
-    ServeTarget,
     PullTarget,
     HttpTarget,
     TrustTarget,

@@ -7,12 +7,9 @@ import grpc
 import msgpack
 from google.protobuf.message import DecodeError
 
-from common.block_hash import BlockHashes
 from common.ids import WorkerId
-from common.kv_events import KvEvents, decode_events, encode_events
 from kvrelay.v1 import router_admin_pb2, worker_pb2, worker_pb2_grpc
 from measure.simulate.network import SimServer
-from router.fleet.index import PrefixIndex
 from tests.fuzz.callers import right_metadata
 from tests.fuzz.messages import Hints, Source, draw
 from tests.fuzz.services import ROUTER
@@ -41,35 +38,6 @@ def _batch(source: Source) -> bytes:
         del batch[source.choose(("v", "snap", "add", "del"))]
     raw = bytes(msgpack.packb(batch))
     return raw[: source.below(len(raw))] if way == 3 else raw
-
-
-class EventsTarget(Target):
-    """Batches, decoded and applied to an index of their own."""
-
-    name = "kv-events"
-
-    def prepare(self, world: World, data: bytes) -> list[bytes]:
-        """Return the batches."""
-        source = Source(data)
-        if source.byte() % 4 == 3:
-            return [source.rest()]
-        return [_batch(source) for _ in range(1 + source.below(6))]
-
-    async def play(self, world: World, plan: Any) -> list[str]:
-        """Apply them in turn."""
-        index = PrefixIndex(max_blocks=200)
-        for raw in plan:
-            try:
-                events = decode_events(raw)
-            except ValueError:
-                continue
-            again = KvEvents(stored=events.stored, removed=events.removed, is_snapshot=events.is_snapshot)
-            if decode_events(encode_events(again)) != events:
-                return ["protocol: a batch is another one when it has been encoded and decoded again"]
-            if isinstance(events.stored, BlockHashes):
-                index.apply(WorkerId("w"), events)
-        index.drop(WorkerId("w"))
-        return [] if index.num_blocks == 0 else [f"held: {index.num_blocks} blocks of a worker that is gone"]
 
 
 _HINTS: Hints = {

@@ -1,16 +1,15 @@
 """Bytes on an HTTP connection."""
 
-import asyncio
 import copy
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import httptools
 
-from tests.fuzz.messages import Source
+from tests.fuzz.http import Answers, talk
+from tests.fuzz.messages import Source, mangled
 from tests.fuzz.services import MAX_MODEL_LEN
 from tests.fuzz.target import Target
 from tests.fuzz.world import World
@@ -38,18 +37,8 @@ _VALUES: Sequence[Any] = (
 )
 _KEYS = (
     *("model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias", "stream", "stream_options"),
-    *(
-        "prompt",
-        "messages",
-        "echo",
-        "logprobs",
-        "top_logprobs",
-        "kvrelay",
-        "priority",
-        "stop_token_ids",
-        "user",
-        "tools",
-    ),
+    *("prompt", "messages", "echo", "logprobs", "top_logprobs", "kvrelay", "priority", "stop_token_ids", "user"),
+    "tools",
     *("role", "content", "timeout_s", "report", "include_usage", "return_token_ids", "min_tokens", "what"),
 )
 _HEADERS = (
@@ -66,8 +55,31 @@ _HEADERS = (
     b"\xff: \0",
 )
 _GAPS_S = (0.0, 0.001, 0.1, 5.0)
-_READS_FOR_S = 200.0
-"""Longer than idle connections are kept."""
+
+
+def _with_body(path: str, fields: object, *, is_chunked: bool = False) -> bytes:
+    body = json.dumps(fields).encode()
+    framing = b"content-length: %d" % len(body)
+    if is_chunked:
+        framing, halves = b"transfer-encoding: chunked", (body[: len(body) // 2], body[len(body) // 2 :], b"")
+        body = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in halves)
+    return b"POST %s HTTP/1.1\r\nhost: x\r\n%s\r\n\r\n%s" % (path.encode(), framing, body)
+
+
+_COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 3}
+RIGHT: Sequence[tuple[bytes, int]] = (
+    (b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n", 200),
+    (b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n", 200),
+    (b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+    (b"DELETE /v1/models HTTP/1.1\r\nhost: x\r\n\r\n", 405),
+    (_with_body("/v1/completions", _COMPLETION), 200),
+    (_with_body("/v1/completions", {**_COMPLETION, "stream": True}), 200),
+    (_with_body("/v1/completions", _COMPLETION, is_chunked=True), 200),
+    (_with_body("/tokenize", {"prompt": "text"}, is_chunked=True), 200),
+    (_with_body("/detokenize", {"tokens": ["a"]}), 400),
+    (_with_body("/live", {"a": "body that nobody reads"}), 405),
+)
+"""Well-formed requests with their statuses: each is answered once, in order, however its bytes are cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +88,8 @@ class _Plan:
     gap_s: float
     leaves_at: int | None
     """After how many pieces the client leaves."""
+    expected: Sequence[int] | None
+    """Statuses of the answers, where they are certain."""
 
 
 class HttpTarget(Target):
@@ -88,31 +102,25 @@ class HttpTarget(Target):
         source = Source(data)
         way = source.byte() % 4
         gap_s, leaves = source.choose(_GAPS_S), source.byte()
-        raw = source.rest() if way == 3 else b"".join(_request(source) for _ in range(1 + source.below(3)))
-        if way == 2 and raw:
-            raw = _mangle(raw, source)
+        expected = None
+        if way == 3:
+            raw = source.rest()
+        elif way == 1:
+            chosen = [source.choose(RIGHT) for _ in range(1 + source.below(6))]
+            raw, expected = b"".join(request for request, _status in chosen), [status for _request, status in chosen]
+        else:
+            raw = b"".join(_request(source) for _ in range(1 + source.below(3)))
+        if way == 2:
+            raw = mangled(raw, source)
         cuts = sorted(source.below(len(raw) + 1) for _ in range(source.below(5)))
         pieces = [raw[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
-        return _Plan(pieces=pieces, gap_s=gap_s, leaves_at=leaves % len(pieces) if leaves > 200 else None)
+        leaves_at = leaves % len(pieces) if leaves > 200 else None
+        is_certain = leaves_at is None and gap_s < 1.0  # a client that is too slow is left
+        return _Plan(pieces=pieces, gap_s=gap_s, leaves_at=leaves_at, expected=expected if is_certain else None)
 
     async def play(self, world: World, plan: Any) -> list[str]:
-        """Send it and read until the connection is idle or over."""
-        protocol = world.connect_http()
-        transport = _Transport(protocol)
-        protocol.connection_made(transport)
-        for position, piece in enumerate(plan.pieces):
-            if plan.leaves_at == position or transport.is_over:
-                break
-            await transport.may_send.wait()
-            if not transport.is_over:
-                protocol.data_received(piece)
-            await asyncio.sleep(plan.gap_s)
-        else:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_READS_FOR_S):
-                    await transport.over.wait()
-        transport.leave()
-        return _judge(bytes(transport.sent))
+        """Send it and read the answers."""
+        return _judge(await talk(world, plan.pieces, gap_s=plan.gap_s, leaves_at=plan.leaves_at), plan.expected)
 
 
 def _request(source: Source) -> bytes:
@@ -161,97 +169,13 @@ def _body(body: Any, source: Source) -> bytes:
     return raw
 
 
-def _mangle(raw: bytes, source: Source) -> bytes:
-    mangled = bytearray(raw)
-    for _ in range(1 + source.below(4)):
-        place = source.below(len(mangled))
-        mangled[place : place + source.below(3)] = source.take(source.below(3))
-    return bytes(mangled)
-
-
-class _Transport(asyncio.Transport):
-    """The server's side of a connection whose client reads everything at once."""
-
-    def __init__(self, protocol: asyncio.Protocol) -> None:
-        super().__init__({"peername": ("192.0.2.1", 1), "sockname": ("192.0.2.2", 2)})
-        self._protocol = protocol
-        self._is_closing = False
-        self.sent = bytearray()
-        self.over = asyncio.Event()
-        self.may_send = asyncio.Event()
-        self.may_send.set()
-
-    @property
-    def is_over(self) -> bool:
-        return self.over.is_set()
-
-    def leave(self) -> None:
-        """The client closes the connection."""
-        if not self._is_closing:
-            self._is_closing = True
-            self._protocol.connection_lost(None)
-        self.over.set()
-
-    def write(self, data: Any) -> None:
-        if not self._is_closing:
-            self.sent += data
-
-    def writelines(self, list_of_data: Any) -> None:
-        self.write(b"".join(list_of_data))
-
-    def close(self) -> None:
-        if not self._is_closing:
-            self._is_closing = True
-            asyncio.get_running_loop().call_soon(self._close)
-
-    abort = close
-
-    def _close(self) -> None:
-        self._protocol.connection_lost(None)
-        self.over.set()
-        self.may_send.set()
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def pause_reading(self) -> None:
-        self.may_send.clear()
-
-    def resume_reading(self) -> None:
-        self.may_send.set()
-
-    def is_reading(self) -> bool:
-        return self.may_send.is_set()
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-
-class _Responses:
-    """Requests that `httptools` finds in the bytes that were sent."""
-
-    def __init__(self) -> None:
-        self.statuses: list[int] = []
-
-    def on_headers_complete(self) -> None:
-        self.statuses.append(self.parser.get_status_code())
-
-    parser: Any = None
-
-
-def _judge(sent: bytes) -> list[str]:
-    """Every response is well formed, and none says that the server has failed."""
-    found = _Responses()
-    found.parser = httptools.HttpResponseParser(found)
+def _judge(came: bytes, expected: Sequence[int] | None) -> list[str]:
+    """Every answer is well formed, none says that the server has failed, and no expected one is missing."""
     try:
-        found.parser.feed_data(sent)
+        statuses = Answers(came).statuses
     except httptools.HttpParserError:
         # The answer to HEAD has a length and no body: what follows is not for this parser.
-        if b"HTTP/1.1 " not in sent[:9]:
-            return [f"protocol: no response begins with {sent[:40]!r}"]
-    except httptools.HttpParserUpgrade:
-        pass
-    return [f"status: {status}" for status in found.statuses if status == 500 or status in (501, 502, 505)]
+        return [] if b"HTTP/1.1 " in came[:9] else [f"protocol: no answer begins with {came[:40]!r}"]
+    if expected is not None and statuses != expected:
+        return [f"protocol: answered {statuses}, not {expected}"]
+    return [f"status: {status}" for status in statuses if status in (500, 501, 502, 505)]

@@ -16,14 +16,14 @@ from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed25519, rsa
 from common.errors import AccessDenied, Unauthenticated
 from common.ids import Epoch, WorkerId
 from common.trust.credentials import Credentials
-from common.trust.enrolment import Enrolment, EnrolmentRequest
+from common.trust.enrolment import Enrolment
 from common.trust.identity import Identity, Role
 from common.trust.pipe import answer_to
 from common.trust.proofs import ProofVerifier
 from common.trust.tickets import PullRight, check_ticket
 from tests.fuzz.callers import change_fields, encoded, proof_of
 from tests.fuzz.members import AUTHORITY, credentials_of
-from tests.fuzz.messages import Source
+from tests.fuzz.messages import Source, mangled
 from tests.fuzz.target import Target
 from tests.fuzz.world import World
 
@@ -98,20 +98,10 @@ _DER_PLACES: Mapping[bytes, int] = {
 def _mangle_der(der: bytes, source: Source) -> bytes:
     """Return other bytes; what they mean is something else, sometimes, in the same form."""
     if source.byte() % 2:
-        return _mangle(der, source)
+        return mangled(der, source)
     start, place = source.choose(list(_DER_PLACES.items()))
     found = der.find(start)
     return der if found < 0 else der[: found + place] + bytes([source.byte()]) + der[found + place + 1 :]
-
-
-def _mangle(raw: bytes, source: Source) -> bytes:
-    """Return other bytes: some are overwritten, cut out or put in."""
-    mangled = bytearray(raw)
-    for _ in range(1 + source.below(3)):
-        place = source.below(1 << 12) % (len(mangled) + 1)
-        put = source.take(source.below(5))
-        mangled[place : place + source.below(5)] = put
-    return bytes(mangled)
 
 
 def _try_proof(source: Source) -> Callable[[], str | None]:
@@ -123,10 +113,10 @@ def _try_proof(source: Source) -> Callable[[], str | None]:
         signed = changed.rpartition(".")[0] == token.rpartition(".")[0]
         return lambda: "a changed proof is believed" if _believed(changed) and not signed else None
     if way == 2:
-        raw = _mangle(token.encode(), source)
-        mangled = source.choose((raw.decode("latin-1"), raw.decode("utf-8", "surrogateescape")))
-        signed = mangled.rpartition(".")[0] == token.rpartition(".")[0]
-        return lambda: "a mangled proof is believed" if _believed(mangled) and not signed else None
+        raw = mangled(token.encode(), source)
+        shown = source.choose((raw.decode("latin-1"), raw.decode("utf-8", "surrogateescape")))
+        signed = shown.rpartition(".")[0] == token.rpartition(".")[0]
+        return lambda: "a mangled proof is believed" if _believed(shown) and not signed else None
     position = source.below(1 + len(_DEEP))
     text = f"{encoded(_DEEP[position - 1].encode())[:3900]}.e30.AA" if position else source.rest().decode("latin-1")
     return lambda: "what is no proof is believed" if _believed(text) else None
@@ -225,19 +215,6 @@ def _request_json(source: Source) -> str:
     return text
 
 
-def _try_enrolment(source: Source) -> Callable[[], str | None]:
-    text = _request_json(source)
-
-    def judge() -> str | None:
-        try:
-            enrolment = _ENROL(EnrolmentRequest.from_json(text))
-        except ValueError:
-            return None
-        return _judge_certificate(enrolment)
-
-    return judge
-
-
 def _judge_certificate(enrolment: Enrolment) -> str | None:
     """A certificate names whom the authority means, and no role's server but its own."""
     certificate = x509.load_pem_x509_certificate(enrolment.certificate_pem.encode())
@@ -277,7 +254,7 @@ def _try_answer(source: Source) -> Callable[[], str | None]:
     for _ in range(source.below(3)):
         name, value = source.choose([*fields, "more"]), source.choose(_VALUES)
         if name in ("certificate_pem", "ca_pem") and source.byte() % 2:
-            value = _mangle(str(fields.get(name)).encode(), source).decode("latin-1")
+            value = mangled(str(fields.get(name)).encode(), source).decode("latin-1")
         fields[name] = value
         is_odd = True
     text = json.dumps(fields)
@@ -294,4 +271,4 @@ def _try_answer(source: Source) -> Callable[[], str | None]:
     return judge
 
 
-_TRIES = (_try_proof, _try_certificate, _try_ticket, _try_enrolment, _try_line, _try_answer)
+_TRIES = (_try_proof, _try_certificate, _try_ticket, _try_line, _try_answer)

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from common.block_hash import hash_blocks, hash_root
 from common.sampling import SamplingParams
 from common.wire import pack_tokens, sampling_to_proto
-from engine.shared_memory import host_id
+from engine.device.shared_memory import host_id
 from kvrelay.v1 import decode_pb2, kv_transfer_pb2, prefill_pb2, prefix_pb2, sequence_pb2, worker_pb2
 from tests.fuzz.callers import RIGHT, WORDS
 from tests.fuzz.messages import Hints, Source, draw
@@ -114,7 +114,9 @@ class WorkerTarget(CallTarget):
         prefill, decode, tokens = _PLAIN[2], _PLAIN[0], _PLAIN[5]
         handoffs = [bytes([1, *prefill(2 * i), *decode(3 * i + 1)]) for i in range(5)]
         directs = [bytes([1, *decode(3 * i + 2), *tokens(0)]) for i in range(5)]
-        return [*super().seeds(), *handoffs, *directs]
+        fetch, cached, shared = ([3, 0, 1, opened, 0, 0, 3, 0, 0, 0, 0, 0, 0] for opened in (2, 0, 1))
+        fetches = [bytes([1, *prefill(0), *fetch]), bytes([1, *fetch, *prefill(0)]), bytes([1, *cached, *shared])]
+        return [*super().seeds(), *handoffs, *directs, *fetches]
 
     async def restore(self, world: World) -> None:
         """Give the workers their roles again."""
@@ -279,23 +281,3 @@ _MAKERS: Sequence[Callable[[World, Source], Step]] = (
     _ask("WorkerService/DescribeWorker", lambda _: worker_pb2.DescribeWorkerRequest()),
     _ask("KvTransferService/DescribePages", lambda _: kv_transfer_pb2.DescribePagesRequest()),
 )
-
-
-class ServeTarget(CallTarget):
-    """A puller that does not behave, beside a prefill that fills a handoff."""
-
-    name = "pull-server"
-    max_steps = 3
-
-    def seeds(self) -> Sequence[bytes]:
-        """Return inputs to begin with: a prefill whose handoff is fetched and acknowledged, and each by itself."""
-        prefill = [3, 0, 0, 0, 0, 0]
-        fetch = [0, 0, 1, *(2, 0, 0), *(3, 0, 0), 0, 0, 0, 0]
-        cached = [0, 0, 1, *(0, 0, 0), *(3, 0, 0), 0, 0, 0, 0]
-        shared = [0, 0, 1, *(1, 0, 0), *(3, 0, 0), 0, 0, 0, 0]
-        together = [bytes([1, *prefill, *fetch]), bytes([1, *fetch, *prefill]), bytes([1, *cached, *shared])]
-        return [*super().seeds(), *together]
-
-    def step(self, world: World, source: Source) -> Step:
-        """Return a fetch, mostly; else a prefill."""
-        return (_prefill if source.below(4) == 3 else _fetch)(world, source)

@@ -70,6 +70,13 @@ def test_option_that_makes_no_sense_is_explained(run: Run, file: Path, options: 
     assert not Path("out").exists()
 
 
+def test_real_run_of_an_arm_that_only_simulations_have_is_refused(run: Run, file: Path) -> None:
+    raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    file.write_text(yaml.safe_dump(raw | {"grid": {"simulate.policy": ["mooncake"]}}), encoding="utf-8")
+    result = run("experiment", "run", str(file), "--out", "out")
+    assert "arm 1P1D policy=mooncake: simulate.policy is for simulations; run it with --simulate" in result.stderr
+
+
 def test_session_too_large_for_a_workers_pages_is_refused_before_the_start(run: Run, file: Path) -> None:
     raw = yaml.safe_load(file.read_text(encoding="utf-8"))
     raw["serving"]["pools"] = {"decode": {"num_blocks": 10}}

@@ -9,8 +9,7 @@ from measure.experiment.points import Cell, Point, Source, slug
 from measure.experiment.runner import CellFailed, Countdown, ResultKeeper, cell_order, run_cells, span
 from measure.experiment.search import find_capacity
 from measure.experiment.spec import CapacitySpec, CellOrder, ExperimentError
-from measure.experiment.store import Store
-from measure.simulate.store import OtherSettings
+from measure.experiment.store import OtherSettings, Store
 from tests.measure.experiment.builders import FakeBench, make_plan, make_point
 
 ARMS = ("one", "two")

@@ -1,13 +1,16 @@
 """A workload's sessions as requests of a simulation."""
 
+from typing import Any
+
 import pytest
 
 from common.config import parse_config
 from common.slo import Slo
+from measure.experiment.arms import ArmPlan
 from measure.experiment.points import Arm, Cell, Point
 from measure.experiment.runner import CellFailed
 from measure.experiment.simulated import Users, simulate_point
-from measure.experiment.spec import ExperimentSpec
+from measure.experiment.spec import ExperimentSpec, SimulatedArm
 from measure.load.records import Outcome
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, SimRun
@@ -15,6 +18,7 @@ from measure.workload.build import build_workload
 from measure.workload.lengths import Distribution
 from measure.workload.sessions import Segment, Session, Stream, Turn, Workload
 from measure.workload.spec import WorkloadSpec, parse_workload
+from router.tenants import ANYBODY
 from tests.measure.load.made_runs import make_failure
 from tests.measure.load.workloads import session, workload
 from tests.measure.simulate.builders import make_settings, make_shape
@@ -117,6 +121,12 @@ def test_requests_state_the_objective_of_their_length() -> None:
     assert [arrival.max_tokens for arrival in known.arrivals()] == [512, 512]
 
 
+@pytest.mark.parametrize(("are_tenants", "names"), [(True, {"chat", "single"}), (False, {ANYBODY.name})])
+def test_streams_are_tenants_of_their_own_where_that_is_asked(are_tenants: bool, names: set[str]) -> None:
+    asked = make_workload([make_session(0)], [make_session(1, kind="single")])
+    assert {arrival.tenant.name for arrival in Users(asked, slo=SLO, are_tenants=are_tenants).arrivals()} == names
+
+
 SPEC = parse_workload(
     {
         "name": "mixed",
@@ -149,13 +159,27 @@ EXPERIMENT = ExperimentSpec.model_validate(
 
 
 def simulate(
-    load: float, *, num_prefill: int = 1, num_decode: int = 1, spec: WorkloadSpec = SPEC, seed: int | None = None
+    load: float, *, num_prefill: int = 1, num_decode: int = 1, spec: WorkloadSpec = SPEC, **simulated: Any
 ) -> tuple[Point, SimRun]:
     arm = Arm(name="arm", num_prefill=num_prefill, num_decode=num_decode)
     pool = {"block_size": 64, "max_step_tokens": 2048, "num_blocks": 4000}
-    serving = parse_config({"pools": {"prefill": pool, "decode": pool}}, source="test")
-    asked = build_workload(spec, load=load, seed=seed)
-    return simulate_point(arm, serving, asked, EXPERIMENT, Cell(arm=arm.name, load=load, repeat=0))
+    serving = parse_config({"pools": {"prefill": pool, "decode": pool}, "router": {"shed": "slo"}}, source="test")
+    plan = ArmPlan(arm=arm, serving=serving, simulated=SimulatedArm(**simulated))
+    return simulate_point(plan, build_workload(spec, load=load), EXPERIMENT, Cell(arm=arm.name, load=load, repeat=0))
+
+
+def test_policy_of_a_replay_serves_an_arm_in_place_of_the_configured_one() -> None:
+    ours, unshed = (simulate(4.0, policy=policy)[0].overall for policy in ("predictive", "predictive_without_shedding"))
+    assert ours.num_not_complete > 0 == unshed.num_not_complete
+    assert simulate(1.0, policy="round_robin")[1].requests != simulate(1.0)[1].requests
+
+
+def test_planner_changes_the_pools_of_an_arm_which_pays_for_what_it_has() -> None:
+    fixed, elastic = (simulate(0.1, num_prefill=3, planner=planner)[0] for planner in (None, "dynamo:0.5"))
+    assert fixed.paid is not None and elastic.paid is not None
+    assert fixed.paid.worker_s == pytest.approx(4 * (10.0 + fixed.duration_s), rel=0.1)
+    assert (fixed.paid.num_leaves, elastic.paid.num_leaves) == (0, 2)
+    assert elastic.paid.worker_s < fixed.paid.worker_s
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (0, 2)])

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.experiment import experiment_app
-from measure.experiment.points import Cell, Source
+from measure.experiment.points import Source
 from measure.experiment.prepare import Choices, prepare
 from measure.experiment.report import findings_of, write_report
 from measure.experiment.search import measure_side_by_side
@@ -109,7 +109,7 @@ def test_error_of_one_arm_is_raised_at_once_and_ends_the_others(file: Path, tmp_
     )
     experiment = prepare(file, Choices(source=Source.SIMULATED))
     with pytest.raises(ExperimentError, match=r"1P1D: pools.prefill.num_blocks must be as in pools.decode"):
-        measure_side_by_side(experiment, tmp_path / "out", num_jobs=2, is_search=False, report=print)
+        measure_side_by_side(experiment, Store(tmp_path / "out"), num_jobs=2, is_search=False, report=print)
     for process in multiprocessing.active_children():
         process.join()
     assert not list(Store(tmp_path / "out").points())
@@ -131,12 +131,24 @@ def test_page_of_many_sizes_draws_the_best_arms_by_the_load_for_each_worker(tmp_
             arms += [(make_arm(size - 1, size + 1), 1.5 * size), (make_arm(size + 1, size - 1), 2.5 * size)]
         for arm, capacity in arms:
             for point in served_up_to(capacity, arm, [capacity / 2, capacity, 1.5 * capacity]):
-                store.keep(point.source, Cell(arm=arm.name, load=point.load, repeat=point.repeat), point)
+                store.keep(point.source, point.cell, point)
     page = write_report(store, findings_of(store)).read_text()
     assert "load for each worker, requests" in page
-    thinned = "For each number of workers the best split and the best aggregated arm are shown; the table has all."
+    thinned = "The best arms of each size are shown; the table has all."
     assert thinned in page
     assert "the split's gain is +50 %" in html.unescape(page)
     assert page.count('"name":"8P8D"') > 2
     assert '"name":"7P9D"' not in page
     assert re.search(r"<td[^>]*>7P9D</td>", page)  # in the tables it is
+
+
+def test_page_of_many_arms_of_one_size_draws_the_best_ones(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for capacity in range(1, 11):
+        for point in served_up_to(
+            capacity, make_arm(name=f"policy {capacity}"), [capacity / 2, capacity, 2 * capacity]
+        ):
+            store.keep(point.source, point.cell, point)
+    page = write_report(store, findings_of(store)).read_text()
+    assert [f'"name":"policy {n}"' in page for n in (1, 2, 3, 10)] == [False, False, True, True]
+    assert "load, requests" in page

@@ -68,6 +68,9 @@ def test_file_with_a_mistake_names_file_key_and_reason(tmp_path: Path, changes: 
         ({"shapes": [{"name": "odd", "workers": 1, "serving": {"pools.nope": 1}}]}, "arm odd:pools.prefill.nope"),
         ({"shapes": ["1P1D", {"name": "1P1D", "workers": 2}]}, "shapes: two arms are called 1P1D"),
         ({"serving": "missing.yaml"}, "missing.yaml: cannot be read"),
+        ({"grid": {"simulate.policy": ["best"]}}, "policy=best:simulate.policy: 'best' is not a policy; known are"),
+        ({"grid": {"simulate.planner": ["his"]}}, "arm 1P1D planner=his:simulate.planner: 'his' is not a planner; say"),
+        ({"grid": {"simulate.speed": [2]}}, "arm 1P1D speed=2:simulate.speed: Extra inputs are not permitted"),
     ],
 )
 def test_arm_that_cannot_be_served_is_named_before_anything_is_started(
@@ -85,6 +88,7 @@ def test_arm_that_cannot_be_served_is_named_before_anything_is_started(
         (["1P2D", "2P1D"], ["1P2D", "2P1D", "3 aggregated"], ("3 aggregated",)),
         (["1P1D", "2 aggregated"], ["1P1D", "2 aggregated"], ()),
         (["2 aggregated"], ["2 aggregated"], ()),
+        ([{"prefill": 1, "decode": 1, "serving": {"simulate.planner": "ours"}}], ["1P1D"], ()),
         (
             [{"prefill": 1, "decode": 1, "threads": 1}, {"name": "one", "workers": 1, "threads": 2}],
             ["1P1D", "one"],

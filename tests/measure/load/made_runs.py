@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from measure.load.records import (
     RunInfo,
     WorkerSample,
 )
+from measure.load.store import RunWriter
 
 
 def make_request(
@@ -103,3 +105,12 @@ def queue_run(*, load: float, num_requests: int, num_servers: int = 1, seed: int
         heapq.heappush(free_s, end_s)
         requests.append(make_request(index, due_s=due_s, ttft_s=end_s - due_s))
     return requests
+
+
+def write_run(run: Run, folder: Path) -> None:
+    with RunWriter(folder) as writer:
+        for request in run.requests:
+            writer.record(request)
+        for sample in run.samples:
+            writer.sample(sample)
+        writer.finish(run.info)

@@ -20,13 +20,12 @@ class ScriptedServer:
     completes_text: bool = True
     tells_reason_apart: bool = False
     """Whether the last event has only a reason, and is no token."""
-    refuse_with: tuple[int, dict[str, str], Any] | None = None
-    """Status, headers and body instead of an answer."""
+    refuse_with: tuple[int, Any] | None = None
+    """Status and body instead of an answer."""
     break_after: int | None = None
     """Number of events after which the connection breaks."""
     error_after: int | None = None
     """Number of events after which the stream has an error."""
-    vocab_size: int = 50_000
     hold: asyncio.Event | None = None
     """Event that answers, except to probes, wait for after their first token."""
     metrics: str | None = None
@@ -69,11 +68,9 @@ class ScriptedServer:
             field_name = min(extras - self.known)
             error = {"error": {"message": f"{field_name} is unknown", "param": field_name}}
             return web.json_response(error, status=400)
-        if isinstance(body.get("prompt"), list) and max(body["prompt"]) >= self.vocab_size:
-            return web.json_response({"error": {"message": "a token is out of the vocabulary"}}, status=400)
         if self.refuse_with is not None:
-            status, headers, told = self.refuse_with
-            return web.json_response(told, status=status, headers=headers)
+            status, told = self.refuse_with
+            return web.json_response(told, status=status)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:

@@ -40,8 +40,8 @@ def test_compare_of_the_same_requests_cancels_their_differences() -> None:
     cell = row(comparison, "TTFT p50").cells[1]
     assert cell is not None and cell.change is not None
     assert (cell.change.value, cell.change.low, cell.change.high) == pytest.approx((1.1, 1.1, 1.1))
-    assert row(comparison, "TTFT p50").is_significant(1)
-    assert not row(comparison, "ITL p50").is_significant(1)
+    assert row(comparison, "TTFT p50").verdict(1) is False
+    assert row(comparison, "ITL p50").verdict(1) is None
 
 
 def test_compare_of_other_requests_finds_less() -> None:
@@ -62,7 +62,7 @@ def test_compare_finds_false_differences_at_its_nominal_rate(is_paired: bool) ->
         comparison = compared(*runs)
         assert comparison.is_paired[1] == is_paired
         for name in num_found:
-            num_found[name] += row(comparison, name).is_significant(1)
+            num_found[name] += row(comparison, name).verdict(1) is not None
     assert max(num_found.values()) <= 5, num_found  # 1.5 of 30 in the mean
 
 
@@ -73,7 +73,7 @@ def test_compare_of_shares_gives_their_difference() -> None:
     assert first is not None and second is not None and second.change is not None
     assert second.change.value == pytest.approx(second.value.value - first.value.value)
     assert second.change.value < -0.2
-    assert good.is_significant(1)
+    assert good.verdict(1) is False
     assert good.more_is_better
 
 
@@ -94,7 +94,7 @@ def test_compare_without_good_requests_in_the_first_run_has_no_ratio() -> None:
     found = row(compared(drawn(factor=100.0), drawn()), "goodput")
     assert found.cells[1] is not None
     assert found.cells[1].change is None
-    assert not found.is_significant(1)
+    assert found.verdict(1) is None
 
 
 def test_compare_separates_common_kinds() -> None:

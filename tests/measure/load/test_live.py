@@ -49,12 +49,12 @@ async def test_live_view_on_a_pipe_prints_a_line_of_the_last_ten_seconds() -> No
     first, line = printed(pipe).splitlines()
     assert first.startswith("chats: kvrelay 0, fake (1 prefill, 2 decode); open loop for 60 s; Ctrl-C ends it")
     assert line == (
-        "  22.0 s  4 requests ended, 1 of them failed · 0.3/s, 0.4 tokens/s; TTFT p50 300 ms, p99 398 ms;"
+        "22 s of 60 s  4 requests ended, 1 of them failed · 0.3/s, 0.4 tokens/s; TTFT p50 300 ms, p99 398 ms;"
         " TPOT p50 60 ms, p99 69.8 ms; 7 in line; prefill 0 running, 4 waiting, KV 0 %; decode 3 running, KV 40 %"
     )
 
 
-async def test_live_view_on_a_terminal_draws_a_bar_and_tells_when_it_only_waits() -> None:
+async def test_live_view_on_a_terminal_tells_how_far_it_is_and_when_it_only_waits() -> None:
     terminal, clock = console(is_terminal=True), ManualClock()
     with LiveView(terminal, clock) as view:
         view.started(SPEC, INFO)

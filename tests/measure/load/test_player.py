@@ -3,8 +3,6 @@
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.errors import DeadlineExceeded, EngineFault, Overloaded
 from kvrelay.client.chat import ChatMessage
@@ -90,72 +88,20 @@ def test_chat_is_a_growing_list_of_messages() -> None:
     )
 
 
-def test_closed_loop_begins_a_session_the_moment_a_place_is_free() -> None:
-    target, told = ScriptedTarget(ttft_s=0.1, gap_s=0.01), Told()
-
-    async def main() -> None:
-        async with playing(target, told) as player:
-            for index in range(3):
-                player.play_in_place(session(index), 0)
-            player.move_places(0, 1)
-
-    in_virtual_time(main)
-    assert [record.due_s for record in told.records] == pytest.approx([0.0, 0.11, 0.22])
-    assert all(record.lag_s == pytest.approx(0.0) for record in told.records)
-
-
-def test_late_session_of_a_closed_loop_was_due_when_its_place_became_free() -> None:
+def test_late_session_of_an_open_loop_has_its_lag_and_one_of_a_closed_loop_none() -> None:
     target, told = ScriptedTarget(), Told()
 
     async def main() -> None:
         async with playing(target, told) as player:
-            player.move_places(0, 1)
             await asyncio.sleep(0.7)
-            player.play_in_place(session(0), 0)
+            player.play(session(0, start_s=0.2))
+            player.play(session(1), 3)
 
     in_virtual_time(main)
-    assert (told.records[0].due_s, told.records[0].lag_s) == pytest.approx((0.0, 0.7))
-
-
-def test_closed_loop_begins_nothing_after_the_duration() -> None:
-    target, told = ScriptedTarget(ttft_s=0.6, gap_s=0.0), Told()
-
-    async def main() -> None:
-        async with playing(target, told, terms(duration_s=1.0)) as player:
-            player.move_places(0, 1)
-            for index in range(5):
-                player.play_in_place(session(index), 0)
-
-    in_virtual_time(main)
-    assert [record.session for record in told.records] == [0, 1]  # at 0 and 0.6; the third would begin at 1.2
-    assert told.over == [0] * 5
-
-
-@given(
-    concurrency=st.integers(1, 5),
-    num_sessions=st.integers(0, 12),
-    turns=st.integers(1, 3),
-    asked_back=st.integers(0, 5),
-)
-def test_closed_loop_never_exceeds_its_places_and_plays_every_session_once(
-    concurrency: int, num_sessions: int, turns: int, asked_back: int
-) -> None:
-    asked_back = min(asked_back, concurrency - 1)
-    target, told = ScriptedTarget(), Told()
-
-    async def main() -> None:
-        async with playing(target, told) as player:
-            player.move_places(0, concurrency)
-            for index in range(num_sessions):
-                player.play_in_place(session(index, turns=turns), 0)
-            await asyncio.sleep(0.05)  # the first answers are under way
-            player.move_places(0, -asked_back)
-
-    in_virtual_time(main)
-    expected = [(index, turn) for index in range(num_sessions) for turn in range(turns)]
-    assert sorted((record.session, record.turn) for record in told.records) == expected
-    assert target.most_running == min(concurrency, num_sessions)
-    assert told.returned == [0] * asked_back
+    assert [(record.due_s, record.lag_s) for record in told.records] == [
+        pytest.approx(t) for t in ((0.2, 0.5), (0.7, 0))
+    ]
+    assert told.over == [None, 3]
 
 
 def test_stop_cancels_and_records_running_requests_and_sends_nothing_more() -> None:
@@ -165,11 +111,10 @@ def test_stop_cancels_and_records_running_requests_and_sends_nothing_more() -> N
         async with playing(target, told) as player:
             player.play(session(0, start_s=0.0))
             player.play(session(1, start_s=5.0))
-            player.play_in_place(session(2), 0)
-            player.play_in_place(session(3), 0)
-            player.move_places(0, 1)
+            player.play(session(2), 0)
             await asyncio.sleep(0.5)
             player.stop()
+            player.play(session(3), 0)
 
     in_virtual_time(main)
     assert sorted((record.session, record.outcome) for record in told.records) == [

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from common.slo import Slo
+from measure.load.comparison import RunComparison, compare
 from measure.load.measures import summarize
 from measure.load.records import Outcome, RequestRecord, Run, ServerReport
-from measure.load.report.comparison import comparison_page, distinct_names, write_comparison
-from measure.load.report.handoff import lengths_of, spans_of
-from measure.load.report.page import report_page, write_report
-from measure.load.summary import Summary
+from measure.load.report.page import comparison_page, report_page, write_comparison, write_report
+from measure.load.report.phases import lengths_of
 from measure.pages.page import Absent, Page, Panel, Table, Tone, render_page
 from measure.pages.theme import Phase
 from tests.measure.load.made_runs import make_request
@@ -48,7 +47,7 @@ def test_page_of_a_run_with_full_reports_leaves_nothing_out() -> None:
     page = page_of(make_run())
     assert left_out(page) == set()
     assert [section.title for section in page.sections] == [
-        "Overview", "Latency", "Over time", "Requests", "Handoff", "Pools", "Caches", "Requests sent",
+        "Overview", "Latency", "Over time", "Where the time goes", "Pools",
     ]  # fmt: skip
     assert all(panel.look_for for title, panel in panels_of(page).items())
     check(render_page(page))
@@ -57,7 +56,7 @@ def test_page_of_a_run_with_full_reports_leaves_nothing_out() -> None:
 def test_page_of_a_server_without_reports_says_what_is_missing_and_why() -> None:
     page = page_of(make_run(Shape(num_requests=100, is_silent=True)))
     assert left_out(page) == {
-        "TTFT by phase", "Total time by phase", "Transfers", "Workers", "Cache hits",
+        "Mean time in each phase", "Exposed transfer by prompt length", "Workers", "Cache hits by turn",
     }  # fmt: skip
     text = render_page(page)
     check(text)
@@ -84,7 +83,7 @@ def test_page_of_a_run_without_answers_is_whole() -> None:
 
 
 def test_aggregated_run_has_no_transfers() -> None:
-    assert left_out(page_of(make_run(Shape(num_requests=100, num_prefill=0)))) == {"Transfers"}
+    assert "Exposed transfer by prompt length" in left_out(page_of(make_run(Shape(num_requests=100, num_prefill=0))))
 
 
 def test_warnings_of_the_generator_are_on_the_page_once() -> None:
@@ -130,43 +129,27 @@ def test_long_run_of_many_workers_stays_small() -> None:
     assert size < PLOTLY_BYTES + 1_500_000
 
 
-def test_phases_follow_each_other_from_sending_to_end() -> None:
-    spans = spans_of(make_record())
-    assert [(span.phase, span.start_s, span.end_s) for span in spans] == [
-        (Phase.QUEUE, 1.0, 1.5),
-        (Phase.PREFILL, 1.5, 1.75),
-        (Phase.OTHER, 1.75, 2.0),
-        (Phase.TRANSFER, 2.0, 2.125),
-        (Phase.DECODE, 2.125, 3.0),
-    ]
-
-
-def test_phases_without_time_stamps_are_other_and_decode() -> None:
-    lengths = lengths_of(make_record(server=ServerReport()))
-    assert lengths == {
-        Phase.QUEUE: 0.0, Phase.PREFILL: 0.0, Phase.OTHER: 1.0, Phase.TRANSFER: 0.0, Phase.DECODE: 1.0,
-    }  # fmt: skip
-
-
-def test_server_phases_longer_than_the_clients_end_at_the_first_token() -> None:
-    spans = spans_of(make_record(server=ServerReport(queue_s=0.5, prefill_s=9.0, transfer_exposed_s=9.0)))
-    assert [(span.phase, span.end_s) for span in spans] == [
-        (Phase.QUEUE, 1.5),
-        (Phase.PREFILL, 2.0),
-        (Phase.TRANSFER, 3.0),
-    ]
-
-
-def test_phases_of_a_request_without_a_token_end_with_it() -> None:
-    spans = spans_of(make_record(chunk_s=(), chunk_tokens=(), end_s=1.2, outcome=Outcome.FAILED))
-    assert [(span.phase, span.end_s) for span in spans] == [(Phase.QUEUE, 1.2)]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (0.5, 0.25, 0.25, 0.125, 0.875)),
+        ({"server": ServerReport()}, (0.0, 0.0, 1.0, 0.0, 1.0)),
+        ({"server": ServerReport(queue_s=0.5, prefill_s=9.0, transfer_exposed_s=9.0)}, (0.5, 0.5, 0.0, 1.0, 0.0)),
+        ({"chunk_s": (), "chunk_tokens": (), "end_s": 1.2, "outcome": Outcome.FAILED}, (0.2, 0.0, 0.0, 0.0, 0.0)),
+    ],
+)
+def test_phases_fill_the_time_from_sending_to_end(changes: dict[str, Any], expected: tuple[float, ...]) -> None:
+    order = (Phase.QUEUE, Phase.PREFILL, Phase.OTHER, Phase.TRANSFER, Phase.DECODE)
+    lengths = lengths_of(make_record(**changes))
+    assert tuple(lengths[phase] for phase in order) == pytest.approx(expected)
 
 
 # Pages that compare runs.
 
 
-def make_pair(*shapes: Shape) -> list[tuple[Run, Summary]]:
-    return [(run, summarize(run, slo=SLO)) for run in map(make_run, shapes)]
+def compared(*shapes: Shape) -> tuple[list[Run], RunComparison]:
+    runs = [make_run(shape) for shape in shapes]
+    return runs, compare(runs, [summarize(run, slo=SLO) for run in runs])
 
 
 def table_of(page: Page) -> Table:
@@ -177,7 +160,7 @@ def table_of(page: Page) -> Table:
 
 def test_page_names_differences_and_their_size() -> None:
     aggregated = Shape(num_requests=300, rate=3, num_prefill=0, name="2 aggregated")
-    page = comparison_page(make_pair(aggregated, Shape(num_requests=300, rate=3, num_decode=1, name="1P1D")))
+    page = comparison_page(*compared(aggregated, Shape(num_requests=300, rate=3, num_decode=1, name="1P1D")))
     assert page.title == "1P1D against 2 aggregated"
     (verdict,) = page.verdict
     assert "ITL p99 ×0.3" in verdict
@@ -194,31 +177,28 @@ def test_page_names_differences_and_their_size() -> None:
 
 def test_equal_runs_do_not_differ() -> None:
     shape = Shape(num_requests=60)
-    page = comparison_page(make_pair(shape, shape, replace(shape, name="third")))
+    page = comparison_page(*compared(shape, replace(shape, name="second"), replace(shape, name="third")))
     assert page.title == "3 runs side by side"
     assert page.verdict == (
-        "synthetic (2) against synthetic (1): no headline figure differs by more than chance.",
-        "third against synthetic (1): no headline figure differs by more than chance.",
+        "second against synthetic: no headline figure differs by more than chance.",
+        "third against synthetic: no headline figure differs by more than chance.",
     )
     assert not table_of(page).strong_rows
 
 
 def test_server_without_time_stamps_is_compared_by_client_latencies() -> None:
-    page = comparison_page(make_pair(Shape(num_requests=80), Shape(num_requests=80, is_silent=True, name="other")))
+    page = comparison_page(*compared(Shape(num_requests=80), Shape(num_requests=80, is_silent=True, name="other")))
     check(render_page(page))
-    silent = comparison_page(make_pair(Shape(num_requests=80, is_silent=True), Shape(num_requests=80, is_silent=True)))
+    silent = comparison_page(
+        *compared(Shape(num_requests=80, is_silent=True), Shape(num_requests=80, is_silent=True, name="b"))
+    )
     assert left_out(silent) == {"Mean time in each phase"}
 
 
-def test_names_are_numbered_where_they_are_equal() -> None:
-    runs = [make_run(Shape(num_requests=2, name=name)) for name in ("a", "b", "a")]
-    assert distinct_names(runs) == ["a (1)", "b", "a (2)"]
-
-
 def test_hostile_names_stay_names_and_bytes_are_equal(tmp_path: Path) -> None:
-    pair = make_pair(Shape(num_requests=40, name=HOSTILE), Shape(num_requests=40, name="b"))
+    pair = compared(Shape(num_requests=40, name=HOSTILE), Shape(num_requests=40, name="b"))
     for name in ("a.html", "b.html"):
-        write_comparison(pair, tmp_path / name)
+        write_comparison(*pair, tmp_path / name)
     page = (tmp_path / "a.html").read_text()
     assert page.encode() == (tmp_path / "b.html").read_bytes()
     assert HOSTILE not in page

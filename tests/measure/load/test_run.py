@@ -55,7 +55,13 @@ async def test_run_against_our_grpc_api_measures_every_turn_of_both_loops(monkey
     streams = (open_loop([0.0, 0.05, 0.1], turns=2), closed_loop(4, 2, first_index=10))
     observer = Watching()
     async with running_system() as system:
-        spec = LoadSpec(name="small", target=TargetSpec(url=system.address), workload=workload(*streams))
+        spec = LoadSpec(
+            name="small",
+            target=TargetSpec(url=system.address),
+            workload=workload(*streams),
+            slo=Slo(ttft_s=1e-6, tpot_s=9.0),
+            states_objectives=False,
+        )
         run = await run_load(spec, observer)
         await system.until_idle()
 
@@ -69,18 +75,6 @@ async def test_run_against_our_grpc_api_measures_every_turn_of_both_loops(monkey
     later = [r for r in run.requests if r.turn == 1]
     assert all(r.num_prompt_tokens == 4 + 2 + 4 for r in later)  # prompt, answer, prompt
     assert all(r.server.request_id and r.server.decode_worker for r in run.requests)
-
-
-async def test_run_that_keeps_its_objectives_to_itself_says_so() -> None:
-    async with running_system() as system:
-        spec = LoadSpec(
-            name="not told",
-            target=TargetSpec(url=system.address),
-            workload=workload(open_loop([0.0])),
-            slo=Slo(ttft_s=1e-6, tpot_s=9.0),
-            tells_objectives=False,
-        )
-        run = await run_load(spec)
     assert run.info.told_slo is None
     assert any("was not told" in note for note in run.info.notes)
 

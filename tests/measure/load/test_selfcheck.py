@@ -34,7 +34,7 @@ def test_late_requests_are_counted_in_the_warning() -> None:
     late = report(lag_s=0.03)
     assert late.num_late == 100
     assert len(late.warnings) == 1
-    assert late.warnings[0].startswith("100 requests were sent more than 5.0 ms late (p99 30.0 ms")
+    assert late.warnings[0].startswith("100 requests were sent more than 5 ms late (p99 30 ms")
 
 
 def test_delay_that_is_small_against_the_latencies_is_ignored() -> None:
@@ -60,14 +60,14 @@ def test_starved_generator_without_realtime_scheduling_is_advised_to_get_it() ->
 
 def test_late_time_stamps_are_reported() -> None:
     (warning,) = report(lags_s=(0.0,) * 20 + (0.04,) * 5).warnings
-    assert "noticed answers up to 40.0 ms late" in warning
+    assert "noticed answers up to 40 ms late" in warning
 
 
 def test_single_long_stall_is_reported() -> None:
     requests = [make_request(i, due_s=i, sent_s=i + (0.5 if i == 7 else 0.0)) for i in range(1000)]
     stalled = judge(requests, Evidence(max_processes=1, pulses={0: [pulse()]}))
     assert stalled.lag_p99_s < LATE_S
-    assert "a request was sent 500.0 ms late: the generator stalled once" in stalled.warnings[0]
+    assert "a request was sent 500 ms late: the generator stalled once" in stalled.warnings[0]
 
 
 @pytest.mark.parametrize(("max_processes", "advice"), [(1, "all 1 processes that it may use"), (4, "too late")])

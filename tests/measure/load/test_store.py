@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from measure.load.records import Outcome, PoolSample, ServerReport
-from measure.load.store import RunWriter, StoreError, read_run, write_run
-from tests.measure.load.made_runs import make_failure, make_info, make_request, make_run, make_worker
+from measure.load.store import RunWriter, StoreError, read_run
+from tests.measure.load.made_runs import make_failure, make_info, make_request, make_run, make_worker, write_run
 
 RUN = make_run(
     [

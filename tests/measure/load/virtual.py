@@ -32,17 +32,6 @@ def in_virtual_time(main: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         return runner.run(main())
 
 
-class VirtualAlarm:
-    """Wakes tasks of a virtual loop."""
-
-    async def until(self, when_s: float) -> None:
-        if (wait_s := when_s - asyncio.get_running_loop().time()) > 0:
-            await asyncio.sleep(wait_s)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class CountingWriter:
     """Writes unit i of content c as c + i."""
 
@@ -123,8 +112,6 @@ class Told:
 
     records: list[RequestRecord] = field(default_factory=list)
     over: list[int | None] = field(default_factory=list)
-    begun: list[int] = field(default_factory=list)
-    returned: list[int] = field(default_factory=list)
 
     def record(self, request: RequestRecord) -> None:
         self.records.append(request)
@@ -132,15 +119,9 @@ class Told:
     def session_over(self, stream: int | None) -> None:
         self.over.append(stream)
 
-    def session_begun(self, stream: int) -> None:
-        self.begun.append(stream)
 
-    def place_returned(self, stream: int) -> None:
-        self.returned.append(stream)
-
-
-def terms(*, content: Content = Content.TOKENS, duration_s: float = 100.0) -> RequestTerms:
-    return RequestTerms(content=content, seed=1, origin_s=ORIGIN_S, duration_s=duration_s, timeout_s=30.0, slo=None)
+def terms(*, content: Content = Content.TOKENS) -> RequestTerms:
+    return RequestTerms(content=content, seed=1, origin_s=ORIGIN_S, timeout_s=30.0, slo=None)
 
 
 @asynccontextmanager
@@ -149,6 +130,6 @@ async def playing(target: ScriptedTarget, told: Told, agreed: RequestTerms | Non
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     await asyncio.sleep(ORIGIN_S - loop.time())
-    tools = Tools(target=target, writer=CountingWriter(), alarm=VirtualAlarm(), clock=VirtualClock(loop))
+    tools = Tools(target=target, writer=CountingWriter(), clock=VirtualClock(loop))
     async with asyncio.TaskGroup() as tasks:
         yield Player(tools, agreed or terms(), told, tasks)

@@ -20,7 +20,6 @@ from measure.pages.page import (
     Page,
     PageSection,
     Panel,
-    Prose,
     Table,
     Width,
     render_page,
@@ -83,7 +82,7 @@ def make_figure(name: str = "chat") -> Any:
 
 
 def make_page(text: str = "plain") -> Page:
-    contents = (make_figure(text), Table(columns=(text, "p99"), rows=((text, "1"),)), Prose(paragraphs=(text,)))
+    contents = (make_figure(text), Table(columns=(text, "p99"), rows=((text, "1"),)), Listing(text=text))
     return Page(
         title=text,
         subtitle=text,
@@ -95,7 +94,7 @@ def make_page(text: str = "plain") -> Page:
             PageSection(
                 title="rest",
                 panels=(
-                    Panel(title="", content=Listing(text=text), look_for=text, note=text),
+                    Panel(title="", content=Absent(why=text), look_for=text, note=text),
                     Panel(title="none", content=Absent(why=text)),
                 ),
             ),
@@ -123,9 +122,7 @@ def test_page_uploads_no_figure() -> None:
 
 
 def test_page_without_figures_has_no_scripts() -> None:
-    page = Page(
-        title="t", sections=(PageSection(title="s", panels=(Panel(title="p", content=Prose(paragraphs=("x",))),)),)
-    )
+    page = Page(title="t", sections=(PageSection(title="s", panels=(Panel(title="p", content=Listing(text="x")),)),))
     assert check(render_page(page)).scripts == {}
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.v1 import kv_transfer_pb2
-from measure.simulate.faults import Transmission
+from measure.simulate.faults import FaultRates, SeededFaults, Transmission
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.network import SimChannel, SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
@@ -49,19 +48,12 @@ class Scene:
         return self.channel.stream_stream("/test.Service/Call", None, None, _registered_method=True)
 
 
-class Script:
+class Script(SeededFaults):
     """Fates of messages in order; all later ones arrive."""
 
     def __init__(self, *transmissions: tuple[Transmission, float]) -> None:
+        super().__init__(FaultRates(), seed=0, now_s=lambda: 0.0)
         self._transmissions = list(transmissions)
-
-    def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
-        return message
-
-    hear_apart = False
-
-    def notice_s(self) -> float:
-        return 0.0
 
     def transmission(self, source: str, target: str) -> tuple[Transmission, float]:
         return self._transmissions.pop(0) if self._transmissions else (Transmission.ONCE, 0.0)

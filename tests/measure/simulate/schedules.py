@@ -108,7 +108,7 @@ class Search:
             request, progress = self._trace.requests[index], state.requests[index]
             found[index] = before = self._found(index, state, now_s)
             context = request.num_prompt_tokens + progress.num_emitted
-            if progress.num_emitted or request.num_prompt_tokens - before == 1:  # as `engine.scheduler` counts
+            if progress.num_emitted or request.num_prompt_tokens - before == 1:  # as `engine.steps.scheduler` counts
                 shape = replace(
                     shape,
                     num_decodes=shape.num_decodes + 1,

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,11 +9,12 @@ from hypothesis import strategies as st
 
 from common.slo import Slo
 from common.timing import StepModel, StepShape, TimingModel
+from measure.experiment.replay import trace_workload
+from measure.experiment.simulated import Users
 from measure.figures import summarize
 from measure.simulate.bound import Bound, BoundFleet, goodput_bound
-from measure.simulate.bound_work import Charge, Demands, WorkerLimits, demands, owned_from
+from measure.simulate.bound_work import owned_from
 from measure.simulate.cluster import run
-from measure.simulate.comparison import trace_arrivals
 from measure.simulate.policies.registry import REPLAY_POLICIES
 from measure.simulate.roofline import Roofline
 from measure.simulate.timing import FittedTimes, StepTimes
@@ -115,7 +115,7 @@ def test_no_policy_is_better(
     done = run(
         make_shape(*shape),
         replace(make_settings(tpot_slo_s=tpot_s), substitutes=Substitutes(policy=REPLAY_POLICIES[policy])),
-        trace_arrivals(trace, slo=slo, max_tokens=1),
+        Users(trace_workload(trace), slo=slo).arrivals(),
     )
     times = FittedTimes(MODEL)
     fleet = BoundFleet(num_prefill=shape[0], num_decode=shape[1], block_size=16, max_step_tokens=512, times=times)
@@ -143,12 +143,6 @@ def random_trace(seed: int, *, rate_per_s: float) -> Trace:
 # ── where it is known ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_load_every_request_can_be_good() -> None:
-    requests = (make_request(number, at_s=10.0 * number, num_tokens=400, num_output_tokens=50) for number in range(20))
-    fleet = make_fleet(1, 1, LLAMA)
-    assert goodput_bound(make_trace(*requests, block_size=512), fleet, Slo(ttft_s=2.0, tpot_s=0.05)).good_share == 1
-
-
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(0, 2), (1, 1)])
 def test_prompts_that_come_together_are_good_as_far_as_workers_get_in_time(num_prefill: int, num_decode: int) -> None:
     fleet = make_fleet(num_prefill, num_decode, times_of(PRODUCTS))
@@ -165,33 +159,10 @@ def test_prefill_workers_do_not_decode() -> None:
     assert goodput_bound(make_trace(*requests), make_fleet(0, 2, times), slo).num_good == 4
 
 
-@pytest.mark.parametrize(("num_tokens", "num_good"), [(200, 1), (201, 0)])
-def test_prompt_that_is_late_even_alone_is_not_good_on_many_workers(num_tokens: int, num_good: int) -> None:
-    fleet = make_fleet(8, 8, times_of(PRODUCTS))
-    assert goodput_bound(prompts(1, num_tokens=num_tokens), fleet, Slo(ttft_s=2.0, tpot_s=1.0)).num_good == num_good
-
-
-@pytest.mark.parametrize(("tpot_s", "num_good"), [(0.99, 0), (1.0, 1)])
-def test_answer_whose_steps_are_longer_than_the_objective_is_not_good(tpot_s: float, num_good: int) -> None:
-    fleet = make_fleet(0, 8, times_of(PRODUCTS))
-    trace = make_trace(make_request(1, num_output_tokens=3))
-    assert goodput_bound(trace, fleet, Slo(ttft_s=1.0, tpot_s=tpot_s)).num_good == num_good
-
-
 def test_without_an_objective_every_request_can_be_good() -> None:
     fleet = make_fleet(0, 1, times_of(PRODUCTS))
     assert goodput_bound(prompts(50), fleet, Slo(ttft_s=float("inf"), tpot_s=1.0)).num_good == 50
     assert goodput_bound(prompts(50), fleet, Slo(ttft_s=0.0, tpot_s=1.0)).num_good == 0
-
-
-def test_faster_arrivals_never_raise_the_bound_of_prompts_alone() -> None:
-    trace = random_trace(3, rate_per_s=5.0)
-    fleet = make_fleet(0, 1, times_of(PRODUCTS))
-    found = [
-        goodput_bound(trace.faster(speed), fleet, Slo(ttft_s=4.0, tpot_s=100.0)).num_good for speed in (0.1, 1, 10)
-    ]
-    assert all(later <= earlier for earlier, later in pairwise(found))
-    assert found[0] > found[-1]
 
 
 # ── its parts ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,39 +179,6 @@ def test_a_prompt_owns_what_no_earlier_prompt_holds_in_full_pages() -> None:
     )
     assert owned_from(trace, 8) == [0, 16, 24, 0, 8]
     assert owned_from(trace, 4) == [0, 20, 24, 0, 12]
-
-
-def work_of(floor: StepModel, *, num_tokens: int, block_size: int) -> Demands:
-    """Return the work of one prompt in steps of five tokens."""
-    limits = WorkerLimits(max_step_tokens=5, block_size=block_size)
-    slo = Slo(ttft_s=100.0, tpot_s=1.0)
-    return demands(prompts(1, num_tokens=num_tokens), slo, limits, charge=Charge.EVEN, floor=floor, floors=(floor,))
-
-
-def test_fixed_time_is_charged_once_for_a_full_step() -> None:
-    floor = StepModel(constant_s=1.0, per_prefill_token_s=0.1, per_decode_s=1.0)
-    work = work_of(floor, num_tokens=11, block_size=11)
-    assert work.prefill_s.tolist() == pytest.approx([11 * 0.1 + 11 / 5 * 1.0])
-    assert work.earliest_first_s.tolist() == pytest.approx([11 * 0.1 + 3 * 1.0])
-
-
-def test_token_that_ends_a_page_may_be_computed_as_if_it_decoded() -> None:
-    floor = StepModel(constant_s=0.0, per_prefill_token_s=1.0, per_decode_s=0.2)
-    work = work_of(floor, num_tokens=11, block_size=5)
-    assert work.prefill_s.tolist() == pytest.approx([8 * 1.0 + 3 * 0.2])  # positions 4, 9 and the last
-
-
-def test_gap_limits_the_batch_that_shares_the_fixed_time() -> None:
-    floor = StepModel(constant_s=0.5, per_decode_s=0.1)
-    work = demands(
-        make_trace(make_request(1, num_output_tokens=11)),
-        Slo(ttft_s=1.0, tpot_s=1.0),
-        WorkerLimits(max_step_tokens=100, block_size=1),
-        charge=Charge.BY_WORK,
-        floor=floor,
-        floors=(floor,),
-    )
-    assert work.decode_s.tolist() == pytest.approx([10 * 1.0 / 5])  # five sequences fill a step of a second
 
 
 @pytest.mark.parametrize("times", [LLAMA, Roofline.preset("qwen3-8b", "h100"), FittedTimes(MODEL)])

@@ -83,3 +83,39 @@ def test_tenants_limits_apply_to_its_requests_alone() -> None:
 
     assert all(result.is_complete for result in finished.requests[4:])
     assert not all(result.is_complete for result in finished.requests[:4])
+
+
+def test_requests_that_follow_from_others_are_recorded_in_order_of_arrival() -> None:
+    def ask(at_s: float, num_left: int) -> Arrival:
+        return Arrival(
+            at_s=at_s,
+            prompt=array("I", [num_left] * 40),
+            num_output_tokens=5,
+            follow_up=lambda result: ask(result.end_s + 0.5, num_left - 1) if num_left else None,
+        )
+
+    counts: list[int] = []
+    finished = run(make_shape(1, 1), make_settings(), [ask(0.0, 2), *make_arrivals(20)], progress=counts.append)
+
+    assert counts == list(range(1, 24))
+    assert [result.index for result in finished.requests] == list(range(23))
+    assert [result.due_s for result in finished.requests] == sorted(result.due_s for result in finished.requests)
+    assert all(len(result.gaps_s) == result.num_wanted_tokens - 1 for result in finished.requests)
+
+
+def test_samples_rise_to_the_workers_counters_and_change_nothing() -> None:
+    interval_s = 0.5
+    plain = run(make_shape(1, 1), make_settings(), make_arrivals(40))
+    sampled = run(make_shape(1, 1), make_settings(sample_interval_s=interval_s), make_arrivals(40))
+    assert (sampled.requests, sampled.workers) == (plain.requests, plain.workers)
+    assert [sample.at_s for sample in sampled.samples] == [
+        pytest.approx(interval_s * number) for number in range(len(sampled.samples))
+    ]
+    assert len(sampled.samples) >= 2
+    for position, worker in enumerate(sampled.workers):
+        seen = [sample.workers[position] for sample in sampled.samples]
+        busy = [each.busy_s or 0.0 for each in seen]
+        assert {(each.worker_id, each.role) for each in seen} == {(worker.worker_id, worker.worker_id.split("-")[0])}
+        assert busy == sorted(busy)
+        assert 0 < busy[-1] <= worker.busy_s + 1e-9
+    assert max(each.num_used_blocks for sample in sampled.samples for each in sample.workers) > 0

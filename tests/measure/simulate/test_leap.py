@@ -18,9 +18,9 @@ from common.sampling import SamplingParams
 from common.timing import StepModel, TimingModel
 from engine.core import EngineCore
 from engine.events import EngineEvent, StepReport, Tokens
-from engine.group import Group
 from engine.request import EngineRequest
-from engine.scheduler import SchedulerLimits
+from engine.steps.group import Group
+from engine.steps.scheduler import SchedulerLimits
 from measure.simulate.engine import SimEngine
 from measure.simulate.executor import KnownAnswer, SimExecutor, sim_shape
 from measure.simulate.loop import VirtualClock, VirtualLoop

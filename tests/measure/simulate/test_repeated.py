@@ -13,7 +13,7 @@ def results() -> str:
     """Return everything that two routers and pools which change leave behind."""
     fixed = run(make_shape(2, 2, num_routers=2), make_settings(seed=7), make_arrivals(60))
     changing, _ = run_scripted([(3, 1), (1, 3), (4, 4), (2, 2)], flip_s=0.5)
-    return repr([(done.requests, done.workers, done.stays, done.plans, done.end_s) for done in (fixed, changing)])
+    return repr([(done.requests, done.workers, done.stays, done.end_s) for done in (fixed, changing)])
 
 
 def test_runs_with_the_same_seed_give_the_same_bytes_in_another_process() -> None:

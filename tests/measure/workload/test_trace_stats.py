@@ -1,6 +1,6 @@
 import pytest
 
-from measure.workload.trace_stats import LruBlocks, round_robin_hits, sticky_hits, trace_stats
+from measure.workload.trace_stats import LruBlocks, round_robin_hits, stats_table, sticky_hits, trace_stats
 from measure.workload.traces import Trace, TraceRequest
 
 BLOCK = 512
@@ -24,10 +24,15 @@ def test_stats_count_leading_blocks_that_came_before() -> None:
     assert stats.num_unique_blocks == 5
     assert stats.infinite_cache_hit == pytest.approx(3 / 10)  # (0, 1) and (0): 2 behind the new 3 is none
     assert stats.share_beyond_first == pytest.approx(1 / 4)
-    assert stats.requests_per_s == pytest.approx(4 / 3)
     assert stats.max_burst == 1
     assert (stats.prompt_tokens.mean, stats.prompt_tokens.max) == (2.5 * BLOCK, 4 * BLOCK)
     assert stats.output_tokens.p50 == 2.5
+
+
+@pytest.mark.parametrize(("num_requests", "rate"), [(1, "all at once"), (4, "1.33 requests/s")])
+def test_rate_of_a_trace_is_told_also_where_no_time_passes(num_requests: int, rate: str) -> None:
+    cells = stats_table(trace_stats(make_trace(*[(0,)] * num_requests))).columns[1].cells
+    assert f"{rate}, at most 1 in one second" in cells
 
 
 def test_lru_evicts_the_last_blocks_of_a_prompt_first() -> None:

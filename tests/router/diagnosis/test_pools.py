@@ -99,7 +99,7 @@ def test_model_that_is_far_off_predicts_no_step() -> None:
 
 def test_walls_divide_the_time_of_a_pool() -> None:
     pool = make_pool("decode", make_worker("d0", busy=0.8), make_worker("d1", busy=0.4))
-    walls = pool.walls(60.0).shares
+    walls = pool.walls
     assert (walls.busy, walls.memory, walls.compute) == pytest.approx((0.6, 0.3, 0.06))
     assert (walls.overhead, walls.waiting, walls.link) == pytest.approx((0.3, 0.4, 0.0))
     assert walls.binds == "waiting"
@@ -118,12 +118,12 @@ def test_overhead_is_beyond_the_bound_of_each_kind_of_step() -> None:
     )
     pool = make_pool("decode", replace(make_worker("d0"), status=worker_pb2.WorkerStatus(recent_steps=[steps])))
     assert pool.overhead_share == pytest.approx(5 / 40)
-    assert pool.walls(60.0).shares.overhead == pytest.approx(5 / 60)
+    assert pool.walls.overhead == pytest.approx(5 / 60)
 
 
 def test_pool_that_was_not_measured_is_bound_by_its_steps() -> None:
     steps = worker_pb2.StepTotals(window_s=60.0, covered_s=60.0, num_decode_steps=1, decode_s=50.0)
     worker = replace(make_worker("d0"), status=worker_pb2.WorkerStatus(recent_steps=[steps]))
-    walls = make_pool("decode", worker).walls(60.0).shares
+    walls = make_pool("decode", worker).walls
     assert (walls.binds, walls.overhead) == ("steps", 0.0)
-    assert make_pool("decode", replace(worker, status=worker_pb2.WorkerStatus())).walls(60.0).shares.binds == ""
+    assert make_pool("decode", replace(worker, status=worker_pb2.WorkerStatus())).walls.binds == ""

@@ -9,7 +9,7 @@ from common.errors import InvalidRequest, KvrelayError
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2
 from router.diagnosis.service import _terms_of
-from router.placement.waits import Wait
+from router.placement.waits import WaitCause
 from tests.router.fake_worker import TIMEOUT_S, full_pair, pair
 from tests.router.fakes import TestCluster, make_request, running_cluster
 from tests.router.test_tenants import KEYS, serving
@@ -55,7 +55,7 @@ async def test_request_that_waited_for_a_worker_says_so() -> None:
         decode.set_load(num_free_blocks=40)
         await generating
         (request,) = cluster.router.door.parts.orchestrator.recent.over(TIMEOUT_S)
-        assert request.waits[Wait.WORKER] > 0
+        assert request.waits[WaitCause.WORKER] > 0
         assert request.prefill_wait_s < request.queue_s
 
 

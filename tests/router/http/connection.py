@@ -16,28 +16,62 @@ PATIENCE = Patience(head_s=20, idle_s=75)
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written."""
+    """The server's side of a connection whose client reads everything at once."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        super().__init__({"peername": ("192.0.2.1", 1), "sockname": ("192.0.2.2", 2)})
+        self._protocol = protocol
+        self.written = bytearray()
         self.is_closed = False
+        """Whether either side has closed it."""
+        self.over = asyncio.Event()
+        """Set when the protocol has lost the connection."""
+        self.may_send = asyncio.Event()
+        """Set while the server reads."""
+        self.may_send.set()
+
+    def leave(self) -> None:
+        """Close the connection as its client does."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._lose()
 
     def write(self, data: Any) -> None:
-        self.written += bytes(data)
+        if not self.is_closed:
+            self.written += data
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.write(b"".join(list_of_data))
 
     def close(self) -> None:
-        self.is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
+            asyncio.get_running_loop().call_soon(self._lose)
 
     abort = close
+
+    def _lose(self) -> None:
+        self._protocol.connection_lost(None)
+        self.over.set()
+        self.may_send.set()
 
     def is_closing(self) -> bool:
         return self.is_closed
 
     def pause_reading(self) -> None:
+        self.may_send.clear()
+
+    def resume_reading(self) -> None:
+        self.may_send.set()
+
+    def is_reading(self) -> bool:
+        return self.may_send.is_set()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
 
-    resume_reading = pause_reading
+    def get_write_buffer_size(self) -> int:
+        return 0
 
 
 class Timers:
@@ -89,13 +123,13 @@ class Connection:
         self.protocol = DoorProtocol(config, ServerState(), connections=self._connections, patience=PATIENCE)
         self.timers = Timers()
         self.protocol.loop = self.timers  # type: ignore[assignment]
-        self.transport = FakeTransport()
+        self.transport = FakeTransport(self.protocol)
         self._connections.add(self.protocol)
         self.protocol.connection_made(self.transport)
 
     @property
     def written(self) -> bytes:
-        return self.transport.written
+        return bytes(self.transport.written)
 
     @property
     def is_closed(self) -> bool:
@@ -122,6 +156,7 @@ class Connection:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.protocol.connection_lost(None)
+        self.transport.leave()
+        await self.transport.over.wait()
         await self.until_idle()
         assert self._connections.num_open == 0

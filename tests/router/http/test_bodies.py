@@ -28,13 +28,6 @@ async def test_large_body_is_answered_like_a_small_one(http: HttpCluster, prompt
     assert first[0] == answer(prompt_of(10), 6)
 
 
-async def test_fault_of_a_large_body_is_told_by_its_field(http: HttpCluster) -> None:
-    body = body_of(stop=3, **LARGE)
-    status, _headers, raw = await fetch(http.port, "POST", COMPLETIONS, body)
-    assert (status, json.loads(raw)["error"]["param"]) == (400, "stop")
-    assert (await http.cluster.until_idle()).num_completed == 0
-
-
 @pytest.mark.usefixtures("no_refill")
 async def test_tenant_beyond_its_rate_is_refused_before_its_body_comes() -> None:
     async with http_cluster(*pair(), config=serving(http_port=0, a={"requests_per_min": 1})) as http:

@@ -1,13 +1,11 @@
 """Errors, as statuses, bodies and headers, and as the exceptions of OpenAI's own client."""
 
-import json
 from typing import Any
 
 import openai
 import pytest
 
-from common.errors import AccessDenied, EngineFault, KvrelayError, Unauthenticated, error_classes
-from router.http.errors import error_body, kind_of
+from common.errors import AccessDenied, EngineFault, KvrelayError, Unauthenticated
 from tests.router.fake_worker import full_pair, pair
 from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, held_cluster, http_cluster
@@ -15,12 +13,6 @@ from tests.router.test_tenants import KEYS, serving
 
 TURN: Any = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: Any = {"prompt": "hi"}
-
-
-def test_every_error_class_has_a_kind() -> None:
-    for cls in error_classes():
-        if cls.__module__ == KvrelayError.__module__:
-            assert 400 <= kind_of(cls("x")).status < 600, cls
 
 
 @pytest.mark.parametrize(
@@ -189,13 +181,7 @@ async def test_error_before_the_first_token_of_a_stream_is_a_status() -> None:
     async with http_cluster(prefill, decode, config=config_with(http_port=0, max_attempts=1)) as http:
         with pytest.raises(openai.InternalServerError) as caught:
             await http.complete(stream=True)
-        assert caught.value.status_code == 500
-
-
-def test_error_body_is_openais() -> None:
-    assert json.loads(error_body(EngineFault("no"))) == {
-        "error": {"message": "no", "type": "server_error", "param": None, "code": "engine_fault"}
-    }
+        assert (caught.value.status_code, caught.value.type, caught.value.code) == (500, "server_error", "engine_fault")
 
 
 @pytest.mark.parametrize("error", [Unauthenticated("the proof is not valid"), AccessDenied("cannot pull: not valid")])

@@ -6,14 +6,12 @@ import json
 from types import FrameType
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from router.doors.readers import INLINE_BYTES
 from router.http.bodies import read_body
 from router.http.protocol import MAX_HEAD_BYTES
 from tests.router.fake_worker import TIMEOUT_S, pair
-from tests.router.fakes import config_with, prompt_of
+from tests.router.fakes import config_with
 from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, body_of, fetch, http_cluster
 
 BODIES = {
@@ -53,36 +51,6 @@ async def test_malformed_body_is_a_bad_request_and_leaves_nothing(shared_http: H
         assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
         assert len(body) < 1000
     await shared_http.cluster.until_idle()
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-_FIELDS = st.sampled_from(
-    [
-        *("prompt", "messages", "n", "stop", "logprobs", "top_logprobs", "stream", "stream_options"),
-        *("logit_bias", "seed", "kvrelay", "max_tokens"),
-    ]
-)
-
-
-def test_any_json_is_answered_and_leaves_nothing() -> None:
-    async def run(bodies: list[dict[str, object]]) -> None:
-        async with http_cluster(*pair()) as http:
-            for body in bodies:
-                for path in (COMPLETIONS, CHAT):
-                    status, _headers, _answer = await fetch(http.port, "POST", path, json.dumps(body).encode())
-                    assert status in (200, 400), (path, body, _answer)
-            await http.cluster.until_idle()
-
-    @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    @given(st.lists(st.dictionaries(_FIELDS, _JSON, max_size=4), min_size=20, max_size=20))
-    def check(bodies: list[dict[str, object]]) -> None:
-        asyncio.run(run(bodies))
-
-    check()
 
 
 async def test_body_that_is_too_large_is_refused() -> None:
@@ -140,19 +108,6 @@ async def test_other_paths_and_methods_are_refused_in_openais_form(
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-async def test_requests_on_one_connection_are_answered_in_order(http: HttpCluster) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-    body = json.dumps({"prompt": prompt_of(5), "max_tokens": 1}).encode()
-    top = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-    writer.write((top + body) * 3)
-    async with asyncio.timeout(TIMEOUT_S):
-        for _ in range(3):
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-            assert json.loads(await reader.readuntil(b"}}}"))["choices"]
-    writer.close()
-    assert (await http.cluster.until_idle()).num_completed == 3
-
-
 async def test_a_refused_body_is_not_kept_until_garbage_is_collected(http: HttpCluster) -> None:
     body = body_of(prompt=["x", *[1] * 20_000])
     assert len(body) > INLINE_BYTES
@@ -163,7 +118,10 @@ async def test_a_refused_body_is_not_kept_until_garbage_is_collected(http: HttpC
             status, _headers, _answer = await fetch(http.port, "POST", COMPLETIONS, body)
             assert status == 400
         await http.until_responses(COMPLETIONS, 400, 3)
-        frames = [each for each in gc.get_objects() if isinstance(each, FrameType)]
-        assert not [each for each in frames if each.f_code is read_body.__code__]
+        async with asyncio.timeout(TIMEOUT_S):  # a response is counted before its task is over
+            while any(  # noqa: ASYNC110 - garbage announces nothing
+                isinstance(each, FrameType) and each.f_code is read_body.__code__ for each in gc.get_objects()
+            ):
+                await asyncio.sleep(0)
     finally:
         gc.enable()

@@ -15,9 +15,9 @@ from router.http.anthropic.errors import ANTHROPIC, error_type
 from router.http.anthropic.schema import CountTokensBody, MessagesBody, OutputConfig, Thinking, Tool, ToolChoice
 from router.http.calls import completion_call
 from router.http.errors import ErrorKind, kind_of
-from router.http.responses.body import EventOptions, ReasoningOptions, ResponsesBody, TextOptions
+from router.http.responses.body import ResponsesBody
 from router.http.routes import ENDPOINTS, openapi_document
-from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, Extension, StreamOptions, TokenizeBody
+from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.http.strict import parse_body
 from tests.router.fake_worker import DECODE, FakeWorker
 from tests.router.http.clients import fetch, http_cluster
@@ -27,9 +27,7 @@ from tests.router.test_tenants import serving
 GUIDE = (Path(__file__).parents[3] / "docs" / "openai.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"[a-z_]+", GUIDE))
 ANTHROPIC_GUIDE = (Path(__file__).parents[3] / "docs" / "anthropic.md").read_text(encoding="utf-8")
-ANTHROPIC_BODIES = (MessagesBody, CountTokensBody)
-OPENAI_BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
-BODIES = OPENAI_BODIES + ANTHROPIC_BODIES
+BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody, MessagesBody, CountTokensBody)
 UNTYPED = {"prompt", "messages", "system", "input"}
 """Lists of several forms: what reads them bounds them by `check_length`."""
 
@@ -49,16 +47,6 @@ async def test_door_serves_the_document_and_every_route_in_it() -> None:
                 assert status == (400 if method == "post" else 200), (method, path)
             status, _headers, _body = await fetch(http.port, "DELETE", path)
             assert status == 405
-
-
-def test_document_has_each_endpoint_once() -> None:
-    told = [(method.upper(), path) for path, operations in openapi_document()["paths"].items() for method in operations]
-    assert sorted(told) == sorted((each.method, each.public_path) for each in ENDPOINTS)
-
-
-@pytest.mark.parametrize("kind", BODIES)
-def test_document_has_every_field_that_the_door_reads(kind: type[Any]) -> None:
-    assert set(kind.model_fields) <= set(schemas()[kind.__name__]["properties"])
 
 
 @pytest.mark.parametrize("kind", BODIES)
@@ -145,15 +133,13 @@ def test_guide_names_every_endpoint() -> None:
     assert [each.name for each in ENDPOINTS if f"`{each.method} {each.public_path}`" not in guide] == []
 
 
-@pytest.mark.parametrize(
-    "kind", [*OPENAI_BODIES, StreamOptions, Extension, TextOptions, ReasoningOptions, EventOptions]
-)
-def test_guide_names_every_field(kind: type[Any]) -> None:
+@pytest.mark.parametrize("kind", [TokenizeBody, DetokenizeBody])
+def test_guide_names_every_field_that_no_table_has(kind: type[Any]) -> None:
     assert set() < set(kind.model_fields) <= NAMED
 
 
-@pytest.mark.parametrize("kind", [*ANTHROPIC_BODIES, Thinking, Tool, ToolChoice, OutputConfig])
-def test_guide_of_anthropics_api_names_every_field(kind: type[Any]) -> None:
+@pytest.mark.parametrize("kind", [Thinking, Tool, ToolChoice, OutputConfig])
+def test_guide_of_anthropics_api_names_every_field_that_no_table_has(kind: type[Any]) -> None:
     assert set() < set(kind.model_fields) <= set(re.findall(r"[a-z_]+", ANTHROPIC_GUIDE))
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import openai
@@ -15,6 +16,7 @@ from common.errors import EngineFault, InvalidRequest
 from common.wire import MAX_CHAT_MESSAGES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
+from router.http.json_parts import PART_VALUES
 from router.http.responses.call import read_response
 from router.http.responses.items import read_input
 from router.http.responses.output import ResponseOutput
@@ -102,6 +104,25 @@ def test_answer_without_text_is_an_empty_message() -> None:
     empty = ResponseOutput(Events(is_streamed=False), request_id="r", answer=pb.AnswerFormat(), texts=None)
     empty.close()
     assert [item["content"][0]["text"] for item in empty.documents] == [""]
+
+
+def test_log_probabilities_of_an_answer_without_text_are_not_all_made_at_its_end() -> None:
+    made: list[int] = []
+
+    def texts(token_ids: Sequence[int]) -> list[str]:
+        made.extend(token_ids)
+        return ["x"] * len(token_ids)
+
+    events = Events(is_streamed=True)
+    output = ResponseOutput(events, request_id="r", answer=pb.AnswerFormat(), texts=texts)
+    output.take([sampling_pb2.SampleToken()] * PART_VALUES)
+    made.clear()
+    output.close()
+    assert not made
+    parts = list(events.take())
+    told = [json.loads(event.partition("data: ")[2]) for event in "".join(parts).split("\n\n") if event]
+    assert [len(event["logprobs"]) for event in told if event["type"].endswith("delta")] == [PART_VALUES]
+    assert max(part.count('"logprob"') for part in parts) < PART_VALUES
 
 
 def test_items_of_an_assistants_turn_become_one_message() -> None:

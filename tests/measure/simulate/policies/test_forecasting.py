@@ -32,7 +32,7 @@ def mooncake_view(*, queued_s: float = 0.0) -> FleetView:
 def test_mooncake_goes_to_the_holder_while_its_queue_is_short() -> None:
     # p1: 160 - 128 = 32 tokens, 32 ms. p0 would pull 8 blocks: 10 + 8 + 32 = 50 ms.
     plan = choose(policy("mooncake"), request(cached={"p1": 8}), mooncake_view())
-    assert (plan.prefill, plan.decode, plan.pull) == ("p1", "d1", None)
+    assert (plan.prefill, plan.answering, plan.pull) == ("p1", "d1", None)
     assert costs(plan) == pytest.approx({"p1": 0.032, "p0": 0.050})
 
 
@@ -66,7 +66,7 @@ def test_mooncake_pulls_only_from_sources() -> None:
 def test_greedy_prefers_an_idle_decode_worker_without_any_queue() -> None:
     view = fleet(worker("p0", prefill_free_at_s=1.0), worker("d0", num_decodes=9), worker("d1"))
     plan = choose(policy("greedy_perfect_signals"), request(), view)
-    assert (plan.kind, plan.decode) == (PlanKind.LOCAL, "d1")
+    assert (plan.kind, plan.answering) == (PlanKind.LOCAL, "d1")
 
 
 def test_greedy_gives_up_a_faster_first_token_that_would_break_the_token_objective() -> None:

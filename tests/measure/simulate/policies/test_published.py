@@ -47,7 +47,7 @@ def test_sglang_events_break_ties_by_load_then_cache_then_the_last() -> None:
 def test_sglang_disaggregated_pairs_affinity_with_power_of_two() -> None:
     view = fleet(worker("p0"), worker("p1"), worker("d0", free=100), worker("d1", free=900))
     plan = choose(policy("sglang_cache_aware"), request(cached={"p1": 9, "d0": 9}), view)
-    assert (plan.prefill, plan.decode) == ("p1", "d1")
+    assert (plan.prefill, plan.answering) == ("p1", "d1")
 
 
 # dynamo
@@ -63,13 +63,13 @@ def dynamo_workers(pool: str) -> tuple[ProjectedLoad, ProjectedLoad]:
 def test_dynamo_whole_adds_missing_and_active_blocks() -> None:
     # d0: (80 + 160) / 16 - 2 + 3 + 11 = 27; d1: (160 + 160) / 16 - 9 + 4 + 11 = 26.
     plan = choose(policy("dynamo"), request(cached={"d0": 2, "d1": 9}), fleet(*dynamo_workers("d")))
-    assert (plan.decode, costs(plan)) == ("d1", {"d0": 27.0, "d1": 26.0})
+    assert (plan.answering, costs(plan)) == ("d1", {"d0": 27.0, "d1": 26.0})
 
 
 def test_dynamo_lmetric_multiplies() -> None:
     # d0: 13 * (14 + 1) = 195; d1: 11 * (15 + 1) = 176.
     plan = choose(policy("dynamo_lmetric"), request(cached={"d0": 2, "d1": 9}), fleet(*dynamo_workers("d")))
-    assert (plan.decode, costs(plan)) == ("d1", {"d0": 195.0, "d1": 176.0})
+    assert (plan.answering, costs(plan)) == ("d1", {"d0": 195.0, "d1": 176.0})
 
 
 @pytest.mark.parametrize("name", ["dynamo", "dynamo_lmetric"])
@@ -77,7 +77,7 @@ def test_dynamo_disaggregated_prefill_is_without_active_blocks_and_decode_pure_l
     # p0: 15 - 2 = 13, p1: 20 - 9 = 11 blocks, though p1 has the more active ones; d0: 3 + 11 against d1: 4 + 11.
     view = fleet(*dynamo_workers("p"), *dynamo_workers("d"))
     plan = choose(policy(name), request(cached={"p0": 2, "p1": 9, "d1": 10}), view)
-    assert (plan.prefill, plan.decode) == ("p1", "d0")
+    assert (plan.prefill, plan.answering) == ("p1", "d0")
     assert plan.candidates()[0].cost == pytest.approx(11.0 + 14.0)
 
 
@@ -90,7 +90,7 @@ def test_dynamo_never_credits_more_than_is_to_compute() -> None:
 def test_dynamo_breaks_ties_by_lot() -> None:
     chosen = policy("dynamo", seed=3)
     equal = fleet(worker("d0"), worker("d1"), worker("d2"))
-    assert {choose(chosen, request(), equal).decode for _ in range(40)} == {"d0", "d1", "d2"}
+    assert {choose(chosen, request(), equal).answering for _ in range(40)} == {"d0", "d1", "d2"}
 
 
 # llm_d
@@ -106,7 +106,7 @@ def test_llm_d_weighs_queue_memory_and_prefix() -> None:
         worker("d2", free=400, num_waiting=3),
     )
     plan = choose(policy("llm_d"), request(cached={"d1": 5, "d2": 3}), view)
-    assert plan.decode == "d1"
+    assert plan.answering == "d1"
     assert costs(plan) == pytest.approx({"d0": -2.4, "d1": -2.5, "d2": -2.2})
 
 
@@ -119,7 +119,7 @@ def test_llm_d_disaggregated_weighs_queue_and_prefix_alone() -> None:
         worker("d1", free=20, num_waiting=1),
     )
     plan = choose(policy("llm_d"), request(cached={"d1": 6, "p1": 4}), view)
-    assert (plan.prefill, plan.decode) == ("p0", "d1")
+    assert (plan.prefill, plan.answering) == ("p0", "d1")
 
 
 @pytest.mark.parametrize(("num_tokens", "kind"), [(160 + 15, PlanKind.LOCAL), (160 + 16, PlanKind.REMOTE)])
@@ -143,7 +143,7 @@ def test_ray_below_a_tenth_takes_the_smallest_tenant_then_the_shortest_queue() -
     long, short = request(320, cached={"d0": 1, "d1": 1}), request(160)
     # Both tenants are empty: the shorter queue. Then d1 has been sent 304 tokens, d0 none; 160; 320.
     sequence = [long, short, short, short, short]
-    assert [choose(chosen, each, view).decode for each in sequence] == ["d1", "d0", "d0", "d1", "d0"]
+    assert [choose(chosen, each, view).answering for each in sequence] == ["d1", "d0", "d0", "d1", "d0"]
 
 
 def test_ray_among_equal_matches_takes_the_shortest_queue() -> None:
@@ -201,8 +201,8 @@ def test_aibrix_decode_score_is_load_and_slowness_over_free_memory() -> None:
         worker("d1", num_active_requests=8, num_decodes=8, free=500),
     )
     plan = choose(policy("aibrix"), request(), view)
-    decode_costs = {each.decode: each.cost - 10.0 for each in plan.candidates()}
-    assert plan.decode == "d0"
+    decode_costs = {each.answering: each.cost - 10.0 for each in plan.candidates()}
+    assert plan.answering == "d0"
     assert decode_costs == pytest.approx({"d0": 0.875, "d1": 2.0})
 
 
@@ -210,4 +210,4 @@ def test_aibrix_decode_score_is_load_and_slowness_over_free_memory() -> None:
 def test_aibrix_decode_spread_of_16_sends_to_the_least_busy(busy: int, decode: str) -> None:
     view = fleet(worker("p0"), worker("d0", free=20), worker("d1", num_active_requests=busy))
     # Without the rule d0, nearly full, scores (0 + 1) / 0.02 and d1 (1 + 1) / 1.
-    assert choose(policy("aibrix"), request(), view).decode == decode
+    assert choose(policy("aibrix"), request(), view).answering == decode

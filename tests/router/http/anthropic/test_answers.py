@@ -135,11 +135,6 @@ async def test_tokens_that_come_together_are_one_delta_of_each_block() -> None:
     assert len(recorder.written) == 2, "one write for the tokens, one for the end"
 
 
-async def test_end_of_sequence_is_no_stop_sequence() -> None:
-    document = (await answered(stream=False, num_chars=5, stops=["zzz"])).document
-    assert (document["stop_reason"], document["stop_sequence"]) == ("tool_use", None)
-
-
 @pytest.mark.parametrize(
     ("stops", "text", "decoded", "found"),
     [

@@ -1,0 +1,1 @@
+"""Memory and copies of the device that an engine runs on, CPU or CUDA."""

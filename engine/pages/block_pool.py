@@ -1,0 +1,229 @@
+"""Reference counts of pages, the prefix cache, and eviction. Bookkeeping only, no bytes.
+
+A page is *held* (reference count > 0) or *free*. A free page may still be *cached*: its KV is reachable by block hash
+until the page is allocated again. Allocation takes empty pages first, then cached ones in the order of
+`common/eviction.py`. A page is *reused* when a request found it here, or computed the same block in parallel. Pulling
+a block, from here or to here, does not count as reuse.
+
+Leaf before parent: the cached blocks always form prefix trees without holes, because
+
+1. the holder of a block holds its parents, and `release` frees tails first: a child becomes free before its parent;
+2. a block is published only after its parent (`Pages` ensures this);
+3. a request that reuses a block reuses all before it (`mark_reused`): the parent of a warm block is warm;
+4. a block that was not reused belonged to one request, which divides its table once (`Keeping`), front to end: the
+   parent of such a block is in no lower segment. (Pulls keep everything that they hold.)
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from common.block_hash import BlockHashes
+from common.eviction import EvictionClass, EvictionOrder
+from common.ids import BlockHash, BlockId
+from common.kv_events import KvEvents
+from engine.device.memory import NoRoomForPages
+from engine.pages.window_pages import WindowPages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """Segments for the pages of a table that were never reused, when they become free."""
+
+    num_front: int
+    front: EvictionClass = EvictionClass.COLD
+    end: EvictionClass = EvictionClass.TAIL
+    """Not higher than `front`."""
+
+
+KEEP_ALL = Keeping(num_front=1 << 62)
+KEEP_BRIEFLY = Keeping(num_front=0, end=EvictionClass.BRIEF)
+
+
+class BlockPool:
+    """Pages 0 … num_blocks-1 of one worker. Every operation is O(blocks named). Engine thread only."""
+
+    def __init__(self, num_blocks: int, windows: WindowPages | None = None) -> None:
+        """`windows`: pages of layers that see a window; None: no such layer has pages of its own.
+
+        Raises NoRoomForPages for an empty pool.
+        """
+        if num_blocks < 1:
+            raise NoRoomForPages(f"cannot make a pool of {num_blocks} KV blocks: raise num_blocks or kv_memory_gib")
+        self.num_blocks = num_blocks
+        self.windows = windows
+        self._ref_counts = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, BlockId] = {}
+        self._parents = array("i", [-1]) * num_blocks
+        """Page of the previous block, for each published page; -1 for the first block of a prompt."""
+        self._is_reused = bytearray(num_blocks)
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._cached: EvictionOrder[int] = EvictionOrder()
+        self._changes: dict[BlockHash, bool] = {}  # True: stored, False: removed; the last change of a hash wins
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` can hand out, cached ones included."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that are held."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free pages that still hold reusable KV."""
+        return len(self._cached)
+
+    @property
+    def num_cold(self) -> int:
+        """Free pages that are empty or were never reused."""
+        return len(self._empty) + len(self._cached) - self._cached.count(EvictionClass.WARM)
+
+    def ref_count(self, block_id: int) -> int:
+        """Return the number of holders."""
+        return self._ref_counts[block_id]
+
+    def is_writable(self, block_id: int, *, num_copies: int = 0) -> bool:
+        """Whether its holder may write: it is the only one, and no hash promises the page's content.
+
+        `num_copies`: references that only copies have which are made before anything is written.
+        """
+        return self._ref_counts[block_id] - num_copies == 1 and self._hash_of[block_id] is None
+
+    def match_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Return the pages of the longest cached prefix behind which a sequence may begin. Takes no reference."""
+        matched: list[BlockId] = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            matched.append(block_id)
+        return matched if self.windows is None else matched[: self.windows.num_usable(matched)]
+
+    def num_matching(self, hashes: Sequence[BlockHash], num_at_most: int) -> int:
+        """Return the length of the longest cached prefix of the first hashes. O(log blocks): there are no holes."""
+        return bisect_left(hashes, 1, hi=num_at_most, key=lambda block_hash: block_hash not in self._block_of)
+
+    def num_matched_free(self, block_ids: Iterable[BlockId]) -> int:
+        """Return how many of these pages are free: holding them would shrink `num_free` by that."""
+        return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """Add a holder to each page."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                self._cached.remove(block_id)
+            self._ref_counts[block_id] += 1
+
+    def mark_reused(self, block_table: Sequence[int], num_blocks: int) -> None:
+        """Mark the first blocks of a held table as found here by a request. O(blocks that were not marked)."""
+        for i in range(num_blocks - 1, -1, -1):
+            block_id = block_table[i]
+            if self._is_reused[block_id]:
+                return  # so are all before it
+            self._is_reused[block_id] = 1
+
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        """Return fresh pages with one holder each, evicting cached ones as needed. The caller checked `num_free`."""
+        assert num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"
+        taken: list[BlockId] = []
+        for _ in range(num_blocks):
+            block_id = self._empty.pop() if self._empty else self._evict()
+            self._ref_counts[block_id] = 1
+            self._is_reused[block_id] = 0
+            taken.append(BlockId(block_id))
+        return taken
+
+    def release(self, block_ids: Sequence[int], keeping: Keeping = KEEP_ALL) -> None:
+        """Remove a holder from each page of a block table (given in table order), tail first."""
+        for i in range(len(block_ids) - 1, -1, -1):
+            block_id = block_ids[i]
+            self._ref_counts[block_id] -= 1
+            assert self._ref_counts[block_id] >= 0, f"block {block_id}: ref_cnt {self._ref_counts[block_id]}"
+            if self._ref_counts[block_id] == 0:
+                if self._hash_of[block_id] is None:
+                    self._discard(block_id)
+                elif self._is_reused[block_id]:
+                    self._cached.put(block_id, EvictionClass.WARM)
+                else:
+                    self._cached.put(block_id, keeping.front if i < keeping.num_front else keeping.end)
+
+    def publish(self, block_id: BlockId, block_hash: BlockHash, *, behind: int | None) -> BlockId:
+        """Make a full, held page reachable by its hash. Returns the published page: another one, if that came first.
+
+        `behind` is the published page of the previous block; None for the first block of a prompt.
+        """
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is published without a holder"
+        owner = self._block_of.get(block_hash)
+        if owner is not None:
+            return owner
+        assert self._hash_of[block_id] is None, f"block {block_id} already has a hash"
+        self._hash_of[block_id] = block_hash
+        self._block_of[block_hash] = block_id
+        self._parents[block_id] = -1 if behind is None else behind
+        self._changes[block_hash] = True
+        return block_id
+
+    # For engine/pages/hot_prefixes.py.
+
+    def has_page_below(self, value: float) -> bool:
+        """Whether the next page that `allocate` returns is empty or worth less than `value`."""
+        return bool(self._empty) or (len(self._cached) > 0 and self._cached.least_value() < value)
+
+    def hottest(self) -> Iterator[tuple[float, int]]:
+        """Yield values and free cached pages, the most valuable first. Invalid after any change of the pool."""
+        return self._cached.by_value()
+
+    def last_reused(self, block_tables: Iterable[Sequence[int]]) -> Iterator[int]:
+        """Yield the last page of each table that is reused, as all before it are. O(log blocks) each."""
+        for table in block_tables:
+            if num_reused := bisect_left(table, 1, key=lambda block_id: not self._is_reused[block_id]):
+                yield table[num_reused - 1]
+
+    def is_reused(self, block_id: int) -> bool:
+        """Whether a request found a held or cached page here."""
+        return bool(self._is_reused[block_id])
+
+    def block_of(self, block_hash: BlockHash) -> BlockId:
+        """Return the published page of a hash."""
+        return self._block_of[block_hash]
+
+    def hash_of(self, block_id: int) -> BlockHash:
+        """Return the hash of a published page."""
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None, f"block {block_id} is not published"
+        return block_hash
+
+    def parent_of(self, block_id: int) -> int | None:
+        """Return the page of the block before a published one; None for the first block of a prompt."""
+        parent = self._parents[block_id]
+        return None if parent < 0 else parent
+
+    def drain_events(self) -> KvEvents:
+        """Return the changes since the last call."""
+        changes, self._changes = self._changes, {}
+        return KvEvents.of_changes(changes)
+
+    def snapshot(self) -> KvEvents:
+        """Return all published blocks."""
+        return KvEvents(stored=BlockHashes.of(self._block_of), is_snapshot=True)
+
+    def _evict(self) -> int:
+        block_id = self._cached.evict()
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None, f"block {block_id} is cached without a hash"
+        self._hash_of[block_id] = None
+        del self._block_of[block_hash]
+        self._changes[block_hash] = False
+        if self.windows is not None:
+            self.windows.drop(block_id)
+        return block_id
+
+    def _discard(self, block_id: int) -> None:
+        self._empty.append(block_id)
+        if self.windows is not None:
+            self.windows.drop(block_id)

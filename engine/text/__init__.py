@@ -1,0 +1,1 @@
+"""Answers as text: streams of complete characters, and grammars that answers must follow."""

@@ -1,0 +1,204 @@
+"""The architectures that our own decoder computes: what their config.json means, and the names in their checkpoints."""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Activation(Enum):
+    """Function of an MLP's gate, by its name in config.json."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedKeys:
+    """Names of an expert that every token goes through; see `SharedExpert`."""
+
+    size: str
+    """Key of config.json."""
+    counts_experts: bool
+    """Whether `size` is in sizes of other experts; there may be none then."""
+    module: str
+    gate: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertKeys:
+    """Names of an architecture with mixtures of experts; see `ExpertsConfig`."""
+
+    num_experts: tuple[str, ...]
+    """Keys of config.json, of which one is there."""
+    intermediate_size: str
+    """Key of config.json."""
+    shared: SharedKeys | None = None
+    """None: no expert is shared."""
+    has_normalised_weights: bool | None = None
+    """None: `norm_topk_prob` decides."""
+    default_choice: str = "greedy"
+    """`topk_method`, where config.json has none."""
+    default_scores: str = "softmax"
+    """`scoring_func`, where config.json has none."""
+    module: str
+    projections: tuple[str, str, str]
+    """Names of gate, up and down."""
+    router: str = "gate"
+    has_bias: bool = False
+    has_clamped_gate: bool = False
+    """Whether `swiglu_alpha` and `swiglu_limit` describe the activation."""
+    are_stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Behaviour of a reference implementation that config.json does not state."""
+
+    has_qkv_bias: bool | None
+    """None: `attention_bias` decides, for the projection after attention too."""
+    default_attention_bias: bool = False
+    has_qk_norm: bool = False
+    has_sinks: bool = False
+    reads_mlp_bias: bool = False
+    default_head_dim: int | None = None
+    default_num_kv_heads: int | None = None
+    has_layer_types: bool = False
+    """Whether `layer_types` say which layers have a window, and `use_sliding_window` whether any has."""
+    has_alternating_windows: bool = False
+    """Whether, without `layer_types`, windows are in every other layer up to `max_window_layers`, and not behind it."""
+    has_window: bool = False
+    """Whether `sliding_window` holds for every layer."""
+    default_window: int | None = 4096
+    can_drop_window: bool = False
+    """Whether `sliding_window` holds only with `use_sliding_window`."""
+    window_pattern: int | None = None
+    """Default of `sliding_window_pattern`: without `layer_types`, every so many'th layer has no window. None: there is
+    no such key."""
+    default_theta: float = 10_000.0
+    default_windowed_theta: float | None = None
+    """Base of layers with a window, which have rotary frequencies of their own; None: they have those of the others."""
+    default_eps: float = 1e-6
+    has_latent_attention: bool = False
+    draft_layers: str | None = None
+    """Key of config.json: number of layers behind the last one in a checkpoint, which draft."""
+    default_has_tied_embeddings: bool = False
+    activation: Activation = Activation.SILU
+    activation_key: str = "hidden_act"
+    default_query_scalar: int | None = None
+    """Default of `query_pre_attn_scalar`, whose root divides scores; None: that of head_dim does."""
+    has_scaled_embeddings: bool = False
+    has_offset_norms: bool = False
+    has_output_norms: bool = False
+    experts: ExpertKeys | None = None
+
+
+_DEEPSEEK_EXPERTS = ExpertKeys(
+    num_experts=("n_routed_experts",),
+    intermediate_size="moe_intermediate_size",
+    shared=SharedKeys(size="n_shared_experts", counts_experts=True, module="shared_experts", gate=None),
+    module="mlp",
+    projections=("gate_proj", "up_proj", "down_proj"),
+)
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(has_qkv_bias=None, reads_mlp_bias=True),
+    "MistralForCausalLM": Architecture(has_qkv_bias=False, has_window=True, default_num_kv_heads=8),
+    "Gemma3ForCausalLM": Architecture(
+        has_qkv_bias=None,
+        has_qk_norm=True,
+        default_head_dim=256,
+        default_num_kv_heads=4,
+        has_layer_types=True,
+        window_pattern=6,
+        default_theta=1_000_000.0,
+        default_windowed_theta=10_000.0,
+        default_has_tied_embeddings=True,
+        activation=Activation.GELU_TANH,
+        activation_key="hidden_activation",
+        default_query_scalar=256,
+        has_scaled_embeddings=True,
+        has_offset_norms=True,
+        has_output_norms=True,
+    ),
+    "MixtralForCausalLM": Architecture(
+        has_qkv_bias=False,
+        has_window=True,
+        default_window=None,
+        default_num_kv_heads=8,
+        default_theta=1_000_000.0,
+        default_eps=1e-5,
+        experts=ExpertKeys(
+            num_experts=("num_local_experts",),
+            intermediate_size="intermediate_size",
+            has_normalised_weights=True,
+            module="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+        ),
+    ),
+    "GptOssForCausalLM": Architecture(
+        has_qkv_bias=None,
+        default_attention_bias=True,
+        has_sinks=True,
+        default_head_dim=64,
+        default_num_kv_heads=8,
+        has_layer_types=True,
+        window_pattern=2,
+        default_window=128,
+        default_theta=150_000.0,
+        default_eps=1e-5,
+        experts=ExpertKeys(
+            num_experts=("num_local_experts",),
+            intermediate_size="intermediate_size",
+            has_normalised_weights=True,  # a softmax over the chosen ones' logits
+            module="mlp",
+            projections=("gate_proj", "up_proj", "down_proj"),
+            router="router",
+            has_bias=True,
+            has_clamped_gate=True,
+            are_stacked=True,
+        ),
+    ),
+    "Qwen2ForCausalLM": Architecture(has_qkv_bias=True, has_layer_types=True, default_num_kv_heads=32),
+    "Qwen2MoeForCausalLM": Architecture(
+        has_qkv_bias=True,
+        has_layer_types=True,
+        has_alternating_windows=True,
+        default_num_kv_heads=16,
+        experts=ExpertKeys(
+            num_experts=("num_experts",),
+            intermediate_size="moe_intermediate_size",
+            shared=SharedKeys(
+                size="shared_expert_intermediate_size",
+                counts_experts=False,
+                module="shared_expert",
+                gate="shared_expert_gate",
+            ),
+            module="mlp",
+            projections=("gate_proj", "up_proj", "down_proj"),
+        ),
+    ),
+    # Qwen2 with a draft layer in the same checkpoint.
+    "MiMoForCausalLM": Architecture(has_qkv_bias=True, has_layer_types=True, default_num_kv_heads=32),
+    "Qwen3ForCausalLM": Architecture(
+        has_qkv_bias=None, has_qk_norm=True, has_layer_types=True, default_head_dim=128, default_num_kv_heads=32
+    ),
+    "DeepseekV2ForCausalLM": Architecture(has_qkv_bias=None, has_latent_attention=True, experts=_DEEPSEEK_EXPERTS),
+    # Kimi K2 is one, too.
+    "DeepseekV3ForCausalLM": Architecture(
+        has_qkv_bias=None,
+        has_latent_attention=True,
+        draft_layers="num_nextn_predict_layers",
+        experts=replace(_DEEPSEEK_EXPERTS, default_choice="noaux_tc", default_scores="sigmoid"),
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        has_qkv_bias=None,
+        has_qk_norm=True,
+        has_window=True,
+        can_drop_window=True,
+        default_num_kv_heads=4,
+        experts=ExpertKeys(
+            num_experts=("num_experts", "num_local_experts"),
+            intermediate_size="moe_intermediate_size",
+            module="mlp",
+            projections=("gate_proj", "up_proj", "down_proj"),
+        ),
+    ),
+}

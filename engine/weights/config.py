@@ -1,0 +1,276 @@
+"""Configurations of decoders: our own, from config.json, and those that transformers computes, from a trial run.
+
+Our architectures differ in a handful of switches of `DecoderConfig`; later code does not check their names. Keys
+that a config omits get the defaults of the architecture's reference implementation. Settings that change the arithmetic
+and are not implemented are refused here, by name, before a weight is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from engine.weights.architectures import ARCHITECTURES, Activation, Architecture
+from engine.weights.config_json import MAX_LAYERS, MAX_SIZE, UnsupportedModel, count, positive, read_json
+from engine.weights.experts import ExpertsConfig, parse_experts
+from engine.weights.latent import LatentConfig, parse_latent
+from engine.weights.rope_config import RopeConfig, RopeType, longest_text, parse_ropes
+
+__all__ = [
+    "DecoderConfig",
+    "ScoreFunction",
+    "TransformersConfig",
+    "UnsupportedModel",
+    "for_length",
+    "is_native",
+    "parse_config",
+    "read_json",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """All that the arithmetic depends on, apart from the weights."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """Longest text, with stretched frequencies where the checkpoint has them."""
+    rms_norm_eps: float
+    has_qkv_bias: bool
+    has_output_bias: bool
+    """Whether the projection after attention has a bias."""
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    has_tied_embeddings: bool
+    windows: tuple[int | None, ...]
+    """Window of each layer: number of tokens that a token attends to, itself included; None: all."""
+    rope: RopeConfig
+    experts: ExpertsConfig | None = None
+    """None: every layer has an MLP."""
+    latent: LatentConfig | None = None
+    """Latent attention: one key head, of the size of its rows; None: layers have keys and values."""
+    num_draft_layers: int = 0
+    """Layers behind the last one in a checkpoint, which the model does without."""
+    windowed_rope: RopeConfig | None = None
+    """Rotary embedding of layers with a window; None: `rope`."""
+    attention_scale: float | None = None
+    """Factor of scores; None: 1 / sqrt(head_dim)."""
+    activation: Activation = Activation.SILU
+    """Function of an MLP's gate."""
+    has_scaled_embeddings: bool = False
+    """Whether embeddings are multiplied by sqrt(hidden_size), rounded to the weights' dtype."""
+    has_offset_norms: bool = False
+    """Whether a checkpoint has norms' weights less one. Such a norm is rounded behind its weight, others before it."""
+    has_output_norms: bool = False
+    """Whether what attention and MLP add to the residual stream is normalised first."""
+    has_sinks: bool = False
+    """Whether a learned logit of each query head joins its softmax (attention sinks)."""
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def rope_of(self, layer_idx: int) -> RopeConfig:
+        """Return the rotary embedding of a layer."""
+        return self.rope if self.windowed_rope is None or self.windows[layer_idx] is None else self.windowed_rope
+
+    def experts_of(self, layer_idx: int) -> ExpertsConfig | None:
+        """Return the experts of a layer; None: it has an MLP."""
+        return None if self.experts is None or layer_idx in self.experts.dense_layers else self.experts
+
+    @property
+    def kv_parts_per_layer(self) -> int:
+        """See `KvShape`."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def rope_dim(self) -> int:
+        """Values of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def attended_size(self) -> int:
+        """Values of all heads after attention."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def largest_intermediate_size(self) -> int:
+        """Size of the largest MLP or expert."""
+        if self.experts is None:
+            return self.intermediate_size
+        return max(self.intermediate_size, self.experts.intermediate_size, self.experts.shared_size)
+
+    def multiplied_size(self, layer_idx: int) -> int:
+        """Return the size of a layer's MLP, or of the experts of one token."""
+        experts = self.experts_of(layer_idx)
+        if experts is None:
+            return self.intermediate_size
+        return experts.intermediate_size * experts.num_chosen + experts.shared_size
+
+
+_UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_DEFAULT_MAX_WINDOW_LAYERS = 28
+
+
+def is_native(raw: Mapping[str, Any], device_type: str) -> bool:
+    """Whether our own decoder computes the model that a config.json describes; mixtures of experts only on CPUs."""
+    found = [ARCHITECTURES[name] for name in raw.get("architectures") or () if name in ARCHITECTURES]
+    return any(each.experts is None or device_type == "cpu" for each in found)
+
+
+def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Return the decoder that a config.json describes. Raises UnsupportedModel, naming the unsupported feature."""
+    architecture = _architecture(raw)
+    key, expected = architecture.activation_key, architecture.activation.value
+    if (raw.get(key) or expected) != expected:
+        raise UnsupportedModel(f"{key}: {raw[key]!r} is not supported, only {expected!r}")
+    for key in _UNSUPPORTED:
+        if raw.get(key):
+            raise UnsupportedModel(f"{key}: {raw[key]} is not supported")
+    num_heads = positive(raw, "num_attention_heads")
+    latent = parse_latent(raw) if architecture.has_latent_attention else None
+    num_kv_heads = raw.get("num_key_value_heads", architecture.default_num_kv_heads) or num_heads
+    if latent is not None:
+        num_kv_heads = 1
+    if num_heads % num_kv_heads:
+        raise UnsupportedModel(f"{num_heads} query heads do not divide among {num_kv_heads} key heads")
+    hidden_size = positive(raw, "hidden_size", at_most=MAX_SIZE)
+    head_dim = raw.get("head_dim") or architecture.default_head_dim or hidden_size // num_heads
+    if latent is not None:
+        head_dim = latent.row_size
+    if head_dim % 2:
+        raise UnsupportedModel(f"head_dim: {head_dim} is odd; rotary embedding turns pairs")
+    rope, windowed_rope = parse_ropes(raw, architecture)
+    has_attention_bias = bool(raw.get("attention_bias", architecture.default_attention_bias))
+    follows_config = architecture.has_qkv_bias is None
+    return DecoderConfig(
+        vocab_size=positive(raw, "vocab_size", at_most=MAX_SIZE),
+        hidden_size=hidden_size,
+        intermediate_size=positive(raw, "intermediate_size", at_most=MAX_SIZE),
+        num_layers=positive(raw, "num_hidden_layers", at_most=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=longest_text(raw),
+        rms_norm_eps=float(raw.get("rms_norm_eps", architecture.default_eps)),
+        has_qkv_bias=has_attention_bias if follows_config else bool(architecture.has_qkv_bias),
+        has_output_bias=has_attention_bias and follows_config,
+        has_mlp_bias=architecture.reads_mlp_bias and bool(raw.get("mlp_bias", False)),
+        has_qk_norm=architecture.has_qk_norm,
+        has_tied_embeddings=bool(raw.get("tie_word_embeddings", architecture.default_has_tied_embeddings)),
+        windows=_windows(raw, architecture),
+        rope=rope,
+        experts=None if architecture.experts is None else parse_experts(raw, architecture.experts),
+        has_sinks=architecture.has_sinks,
+        latent=latent,
+        num_draft_layers=count(raw, architecture.draft_layers) if architecture.draft_layers else 0,
+        windowed_rope=windowed_rope,
+        attention_scale=_attention_scale(raw, architecture, latent, rope),
+        activation=architecture.activation,
+        has_scaled_embeddings=architecture.has_scaled_embeddings,
+        has_offset_norms=architecture.has_offset_norms,
+        has_output_norms=architecture.has_output_norms,
+    )
+
+
+def for_length(config: DecoderConfig, num_tokens: int) -> DecoderConfig:
+    """Return the decoder for texts of so many tokens: dynamic frequencies are those of the longest text, for all."""
+    rope, windowed = config.rope.for_length(num_tokens, config.rope_dim), config.windowed_rope
+    windowed = None if windowed is None else windowed.for_length(num_tokens, config.rope_dim)
+    return replace(config, rope=rope, windowed_rope=windowed)
+
+
+def _architecture(raw: Mapping[str, Any]) -> Architecture:
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    found = ", ".join(names) or f"none named (model_type: {raw.get('model_type')!r})"
+    raise UnsupportedModel(f"architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
+
+
+def _attention_scale(
+    raw: Mapping[str, Any], architecture: Architecture, latent: LatentConfig | None, rope: RopeConfig
+) -> float | None:
+    if latent is not None:
+        # What is rotated is a part of a head alone: the other part has no factor on cos and sin.
+        is_stretched = rope.rope_type is not RopeType.DEFAULT and rope.mscale_all_dim
+        factor = rope.sharpness(rope.mscale_all_dim) ** 2 if is_stretched else 1.0
+        return float(latent.query_dim**-0.5 * factor)
+    if architecture.default_query_scalar is None:
+        return None
+    return float(positive(raw, "query_pre_attn_scalar", default=architecture.default_query_scalar) ** -0.5)
+
+
+def _windows(raw: Mapping[str, Any], architecture: Architecture) -> tuple[int | None, ...]:
+    num_layers = positive(raw, "num_hidden_layers", at_most=MAX_LAYERS)
+    if architecture.has_window:
+        is_dropped = architecture.can_drop_window and not raw.get("use_sliding_window")
+        window = None if is_dropped else raw.get("sliding_window", architecture.default_window)
+        return (window or None,) * num_layers
+    if not architecture.has_layer_types:
+        return (None,) * num_layers
+    pattern = architecture.window_pattern
+    if pattern is not None:
+        window = positive(raw, "sliding_window", default=architecture.default_window)
+    elif raw.get("use_sliding_window"):
+        window = raw.get("sliding_window", architecture.default_window) or None
+    else:
+        window = None
+    layer_types = raw.get("layer_types")
+    if layer_types is None and pattern is not None:
+        pattern = positive(raw, "sliding_window_pattern", default=pattern)
+        return tuple(window if (layer_idx + 1) % pattern else None for layer_idx in range(num_layers))
+    if layer_types is None:
+        first_windowed = raw.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        if architecture.has_alternating_windows:
+            return tuple(window if i < first_windowed and i % 2 == 0 else None for i in range(num_layers))
+        return tuple(window if layer_idx >= first_windowed else None for layer_idx in range(num_layers))
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModel(f"layer_types: {', '.join(unknown)} is not supported")
+    if len(layer_types) != num_layers:
+        raise UnsupportedModel(f"layer_types names {len(layer_types)} layers of {num_layers}")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreFunction:
+    """Function of a layer from the product of a query and a key to a score before the softmax."""
+
+    scale: float | None = None
+    """Factor; None: 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """Bound c of a scaled score s, which becomes c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None: no bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig:
+    """Outer shape of a decoder that transformers computes, and the demands of its layers on attention.
+
+    Found by a trial run (`engine.model.transformers_trial`), since config.json has many names for them.
+    """
+
+    architecture: str
+    """Class name in transformers, such as "Gemma2ForCausalLM"."""
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """Length up to which the rotary frequencies do not change."""
+    windows: tuple[int | None, ...]
+    """Window of each layer: number of tokens that a token attends to, itself included; None: all."""
+    scores: tuple[ScoreFunction, ...]
+    """Score function of each layer."""
+    kv_parts_per_layer: ClassVar[int] = 2
+    """See `KvShape`."""
+    source: str
+    """Digest of config.json and the version of transformers, for everything else that the arithmetic depends on."""

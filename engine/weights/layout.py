@@ -1,0 +1,230 @@
+"""Where the tensors of a Hugging Face checkpoint lie in a decoder's weights."""
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.weights.config import DecoderConfig
+from engine.weights.decoder_weights import (
+    ROUTER_FIELD,
+    DecoderWeights,
+    GatedMlp,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    Moe,
+    plain,
+)
+from engine.weights.experts import ExpertsConfig
+from engine.weights.latent import LatentConfig
+
+HEAD_MODULE = "lm_head"
+"""Name of the output head in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedProjection:
+    """A projection of a layer, and the modules of a Hugging Face checkpoint whose rows it joins."""
+
+    field: str
+    """Attribute of `LayerWeights` or of what it holds."""
+    modules: tuple[str, ...]
+    """Full names, in the order of their rows."""
+    rows: tuple[int, ...]
+    """Output features of each module."""
+    in_features: int
+    has_bias: bool = False
+
+
+def layer_projections(config: DecoderConfig, layer_idx: int) -> Iterator[FusedProjection]:
+    """Yield the projections of a layer, in the order of `LayerWeights.places`."""
+    prefix, hidden_size = f"model.layers.{layer_idx}", config.hidden_size
+    yield from _before_attention(config, f"{prefix}.self_attn")
+    yield FusedProjection(
+        field="output",
+        modules=(f"{prefix}.self_attn.o_proj",),
+        rows=(hidden_size,),
+        in_features=config.attended_size,
+        has_bias=config.has_output_bias,
+    )
+
+    def mlp(module: str, names: tuple[str, str, str], size: int, *, has_bias: bool) -> Iterator[FusedProjection]:
+        gate, up, down = (f"{module}.{name}" for name in names)
+        yield FusedProjection(
+            field="gate_up", modules=(gate, up), rows=(size, size), in_features=hidden_size, has_bias=has_bias
+        )
+        yield FusedProjection(field="down", modules=(down,), rows=(hidden_size,), in_features=size, has_bias=has_bias)
+
+    experts = config.experts_of(layer_idx)
+    if experts is None:
+        names = ("gate_proj", "up_proj", "down_proj")
+        yield from mlp(f"{prefix}.mlp", names, config.intermediate_size, has_bias=config.has_mlp_bias)
+        return
+    module, names = f"{prefix}.{experts.module}", experts.projections
+    shared = experts.shared
+    gates = [] if shared is None or shared.gate is None else [shared.gate]
+    yield FusedProjection(
+        field=ROUTER_FIELD,
+        modules=(f"{module}.{experts.router}", *(f"{module}.{gate}" for gate in gates)),
+        rows=(experts.num_experts, *(1 for _ in gates)),
+        in_features=hidden_size,
+        has_bias=experts.has_bias,
+    )
+    for i in range(experts.num_experts):
+        yield from mlp(f"{module}.experts.{i}", names, experts.intermediate_size, has_bias=experts.has_bias)
+    if shared is not None:
+        yield from mlp(f"{module}.{shared.module}", names, shared.size, has_bias=False)
+
+
+def _before_attention(config: DecoderConfig, module: str) -> Iterator[FusedProjection]:
+    latent, hidden_size, q_size = config.latent, config.hidden_size, config.num_heads * config.head_dim
+    if latent is None:
+        kv_size = config.num_kv_heads * config.head_dim
+        rows = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    else:
+        q_size = config.num_heads * latent.query_dim
+        query = {"q_proj": q_size} if latent.query_rank is None else {"q_a_proj": latent.query_rank}
+        rows = query | {"kv_a_proj_with_mqa": latent.row_size}
+    yield FusedProjection(
+        field="qkv",
+        modules=tuple(f"{module}.{name}" for name in rows),
+        rows=tuple(rows.values()),
+        in_features=hidden_size,
+        has_bias=config.has_qkv_bias,
+    )
+    if latent is not None and latent.query_rank is not None:
+        yield FusedProjection(
+            field="query_up", modules=(f"{module}.q_b_proj",), rows=(q_size,), in_features=latent.query_rank
+        )
+
+
+def all_projections(config: DecoderConfig) -> Iterator[FusedProjection]:
+    """Yield the projections of all layers."""
+    for layer_idx in range(config.num_layers):
+        yield from layer_projections(config, layer_idx)
+
+
+def allocate_weights(
+    config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, without: Container[str] = ()
+) -> DecoderWeights:
+    """Return uninitialised weights, to be filled through `checkpoint_views`.
+
+    Projections of the modules `without`, named as in a checkpoint, get no memory: their weights are on the meta device.
+    """
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def norm(size: int = config.hidden_size) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=device)
+
+    def weight(modules: Iterable[str], out_features: int, in_features: int) -> Tensor:
+        if any(module in without for module in modules):
+            return torch.empty((out_features, in_features), dtype=dtype, device="meta")
+        return empty(out_features, in_features)
+
+    def layer(layer_idx: int) -> LayerWeights:
+        linears = (
+            Linear(
+                weight=weight(each.modules, sum(each.rows), each.in_features),
+                bias=empty(sum(each.rows)) if each.has_bias else None,
+            )
+            for each in layer_projections(config, layer_idx)
+        )
+        return LayerWeights(
+            input_norm=norm(),
+            q_norm=norm(config.head_dim) if config.has_qk_norm else None,
+            k_norm=norm(config.head_dim) if config.has_qk_norm else None,
+            sinks=empty(config.num_heads) if config.has_sinks else None,
+            post_attention_norm=norm(),
+            attention_output_norm=norm() if config.has_output_norms else None,
+            mlp_output_norm=norm() if config.has_output_norms else None,
+            qkv=next(linears),
+            latent=None if config.latent is None else latent(linears, config.latent),
+            output=next(linears),
+            mlp=mlp(linears, config.experts_of(layer_idx)),
+        )
+
+    def latent(linears: Iterator[Linear], shapes: LatentConfig) -> LatentWeights:
+        rank = shapes.query_rank
+        return LatentWeights(
+            query_norm=None if rank is None else norm(rank),
+            query_up=None if rank is None else next(linears),
+            row_norm=norm(shapes.rank),
+            row_up=empty(config.num_heads * (shapes.nope_dim + shapes.value_dim), shapes.rank),
+        )
+
+    def mlp(linears: Iterator[Linear], experts: ExpertsConfig | None) -> GatedMlp | Moe:
+        if experts is None:
+            return GatedMlp(gate_up=next(linears), down=next(linears))
+        count = experts.num_experts + (experts.shared is not None)
+        return Moe(
+            config=experts,
+            router=next(linears),
+            experts=tuple(GatedMlp(gate_up=next(linears), down=next(linears)) for _ in range(count)),
+            score_bias=empty(experts.num_experts).float() if experts.has_score_bias else None,
+        )
+
+    embedding_scale = None
+    if config.has_scaled_embeddings:
+        embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device)
+    embedding = empty(config.vocab_size, config.hidden_size)
+    head = embedding
+    if not config.has_tied_embeddings:
+        head = weight([HEAD_MODULE], config.vocab_size, config.hidden_size)
+    return DecoderWeights(
+        embedding=embedding,
+        layers=tuple(layer(layer_idx) for layer_idx in range(config.num_layers)),
+        final_norm=norm(),
+        head=Linear(weight=head, bias=None),
+        embedding_scale=embedding_scale,
+    )
+
+
+def complete_norms(weights: DecoderWeights, config: DecoderConfig) -> None:
+    """Make of norms as a checkpoint has them what multiplies, once they are read. Mutates `weights`.
+
+    They are rounded to the model's dtype, and the one that they may lack is added. In float32 the sum is the one that
+    transformers makes for each token; in a dtype of fewer bits it would be rounded.
+    """
+    offset = 1 if config.has_offset_norms else 0
+    for name, view in checkpoint_views(weights, config).items():
+        if name.endswith("norm.weight"):
+            view.copy_(view.to(weights.embedding.dtype)).add_(offset)
+
+
+def checkpoint_views(weights: DecoderWeights, config: DecoderConfig) -> dict[str, Tensor]:
+    """Return the part of the weights that each tensor name of a Hugging Face checkpoint fills."""
+    views = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
+    if not config.has_tied_embeddings:
+        views[f"{HEAD_MODULE}.weight"] = plain(weights.head).weight
+    for layer_idx, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{layer_idx}"
+        views[f"{prefix}.input_layernorm.weight"] = layer.input_norm
+        if layer.attention_output_norm is None or layer.mlp_output_norm is None:
+            views[f"{prefix}.post_attention_layernorm.weight"] = layer.post_attention_norm
+        else:  # the name means what it says
+            views[f"{prefix}.post_attention_layernorm.weight"] = layer.attention_output_norm
+            views[f"{prefix}.pre_feedforward_layernorm.weight"] = layer.post_attention_norm
+            views[f"{prefix}.post_feedforward_layernorm.weight"] = layer.mlp_output_norm
+        if layer.q_norm is not None and layer.k_norm is not None:
+            views[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
+            views[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
+        if layer.latent is not None:
+            views[f"{prefix}.self_attn.kv_a_layernorm.weight"] = layer.latent.row_norm
+            views[f"{prefix}.self_attn.kv_b_proj.weight"] = layer.latent.row_up
+            if layer.latent.query_norm is not None:
+                views[f"{prefix}.self_attn.q_a_layernorm.weight"] = layer.latent.query_norm
+        if isinstance(layer.mlp, Moe) and layer.mlp.score_bias is not None:
+            views[f"{prefix}.{layer.mlp.config.module}.gate.e_score_correction_bias"] = layer.mlp.score_bias
+        if layer.sinks is not None:
+            views[f"{prefix}.self_attn.sinks"] = layer.sinks
+        for place, each in zip(layer.places(), layer_projections(config, layer_idx), strict=True):
+            linear = plain(place.get())
+            for name, tensor in (("weight", linear.weight), ("bias", linear.bias)):
+                if tensor is not None:
+                    parts = zip(each.modules, tensor.split_with_sizes(each.rows), strict=True)
+                    views.update((f"{module}.{name}", view) for module, view in parts)
+    return views
