@@ -8,6 +8,7 @@ from typing import Protocol, TypeGuard
 from common.errors import LayoutMismatch
 from common.ids import BlockId
 
+STATE_ITEM_BYTES = 4
 NONCE_BYTES = 16
 """Random bytes at the end of a shared region, by which a peer verifies that it mapped the right one."""
 
@@ -29,36 +30,55 @@ class KvShape:
     parts_per_layer: int = 2
     """Rows of a token, layer and head: its key and its value; 1: a latent row, which is both."""
     windowed: "WindowedLayers | None" = None
-    """Layers whose keys and values have pages of their own; None: every layer's are in the blocks."""
+    """Layers that have pages of their own; None: every layer's keys and values are in the blocks."""
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Layers whose keys and values are in window pages."""
+        return self.windowed.layers if self.windowed is not None and not self.windowed.has_states else ()
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Recurrent layers."""
+        return self.windowed.layers if self.windowed is not None and self.windowed.has_states else ()
 
     @property
     def bytes_per_token(self) -> int:
-        """Rows of one token, all layers."""
-        return self.num_parts * self.num_kv_heads * self.row_bytes
+        """Rows of one token, all layers that have any."""
+        num_layers = self.num_layers - len(self.state_layers)
+        return num_layers * self.parts_per_layer * self.num_kv_heads * self.row_bytes
 
     @property
     def num_parts(self) -> int:
-        """Parts of a block: one layer's keys, values or latent rows each."""
-        return self.num_layers * self.parts_per_layer
+        """Parts of a block's own page: one layer's keys, values or latent rows each."""
+        num_windowed = 0 if self.windowed is None else len(self.windowed.layers)
+        return (self.num_layers - num_windowed) * self.parts_per_layer
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block on the wire, contiguous: [parts], each [block_size, num_kv_heads] rows."""
-        return (self.num_parts - self.num_windowed_parts) * self.part_bytes
+        return self.num_parts * self.part_bytes
 
     @property
     def window_page_bytes(self) -> int:
-        """Bytes of a window page, likewise; 0 where no layer has any."""
-        return self.num_windowed_parts * self.part_bytes
+        """Bytes of a window page, likewise, or of a state page: [layers], a state each; 0 where no layer has any."""
+        return self.num_windowed_parts * self.windowed_part_bytes
 
     @property
     def num_windowed_parts(self) -> int:
-        """Parts of the layers with window pages."""
-        return 0 if self.windowed is None else len(self.windowed.layers) * self.parts_per_layer
+        """Parts of a window page, or states of a state page."""
+        return len(self.window_layers) * self.parts_per_layer + len(self.state_layers)
+
+    @property
+    def windowed_part_bytes(self) -> int:
+        """Bytes of one of these."""
+        if self.windowed is not None and self.windowed.has_states:
+            return self.windowed.state_size * STATE_ITEM_BYTES
+        return self.part_bytes
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one part of a page."""
+        """Bytes of one part of a block's own page."""
         return self.num_kv_heads * self.row_bytes * self.block_size
 
     def check_data(self, data: memoryview, num_blocks: int) -> None:
@@ -77,11 +97,18 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowedLayers:
-    """Layers that see the latest tokens only."""
+    """Layers that see the latest tokens only, or recurrent ones, which have a state behind the latest token."""
 
     layers: tuple[int, ...]
     num_tokens: int
-    """Window of all of them: tokens that a token attends to, itself included."""
+    """Window of all of them: tokens that a token attends to, itself included; 1 with states."""
+    state_size: int = 0
+    """Values of the state of a recurrent layer, float32; 0: the layers have keys and values."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the layers are recurrent."""
+        return self.state_size > 0
 
 
 def check_ids(block_ids: Seq[int], num_blocks: int) -> None:

@@ -117,6 +117,8 @@ class ModelDescription:
         else:
             config = _read_foreign(options, dtype)
         windowed = windowed_layers(config, _max_model_len(config, options)) if may_have_window_pages else None
+        if config.recurrent is not None and windowed is None:
+            raise UnsupportedModel("recurrent layers are computed on CPUs only, and not in draft models")
         quantization = _quantization(options, weight_format, files, device)
         fingerprint = kv_fingerprint(
             config,

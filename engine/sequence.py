@@ -97,6 +97,8 @@ class Sequence:
     landed_windows: range = range(0)
     """Those whose window pages it needs meanwhile."""
     num_cached_tokens: int = 0
+    num_known_blocks: int = 0
+    """Leading blocks that the cache held when it was admitted, those behind which it could not begin included."""
     num_expected_cached_tokens: int = 0
     """Leading tokens that the cache held at the last check, while it waits for admission."""
     num_published: int = 0

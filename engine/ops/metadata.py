@@ -55,6 +55,17 @@ class SequenceSpan:
         return self.num_computed + self.num_new_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePages:
+    """Pages of the states of recurrent layers in a step. A page may be the source and the target of a sequence."""
+
+    sources: Ints
+    """Page of each sequence's state before its first new token; -1: its text begins, with a state of zeros, [num_seqs].
+    It may be another sequence's source, too."""
+    targets: Ints
+    """Page for the state behind its last new token, which is its own, [num_seqs]."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """A ragged batch: the tokens of all sequences in one row, in order. Host memory."""
@@ -104,6 +115,13 @@ class AttentionMetadata:
             mirror_start_loc=None if mirrors is None else np.cumsum([0, *map(len, mirrors)], dtype=np.int64),
             mirror_slots=None if mirrors is None else np.array([*chain.from_iterable(mirrors)], dtype=np.int64),
         )
+
+    def state_pages(self, window_page_of: "array[int]") -> "StatePages":
+        """Return where recurrent layers find and leave the sequences' states: at the blocks of their latest tokens."""
+        size, page_of = self.block_size, window_page_of
+        sources = [page_of[s.block_table[(s.num_computed - 1) // size]] if s.num_computed else -1 for s in self.spans]
+        targets = [page_of[s.block_table[(s.context_len - 1) // size]] for s in self.spans]
+        return StatePages(sources=np.array(sources, dtype=np.int64), targets=np.array(targets, dtype=np.int64))
 
     def on_window_pages(self, window_page_of: "array[int]") -> "AttentionMetadata":
         """Return the step as layers with window pages see it: a block is its window page, and -1 where it has none."""

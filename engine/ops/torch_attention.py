@@ -94,23 +94,23 @@ class TorchPagedAttention:
         """
         self._store = store
         self._dtype = dtype or store.kv_format.dtype
-        self._pages = tuple(layer_pages(store, i, self._dtype) for i in range(len(store.layers)))
+        self._pages = tuple(
+            () if i in store.shape.state_layers else layer_pages(store, i, self._dtype)
+            for i in range(len(store.layers))
+        )
         self._windows = tuple(windows)
         self._scores = tuple(scores) or (ScoreFunction(),) * len(self._windows)
 
     def plan(self, metadata: AttentionMetadata) -> "TorchStepAttention":
         """Group decode tokens, cut chunks and build masks: all host work of a step."""
         _clear_entered_blocks(metadata, self._store)
-        windowed = self._store.shape.windowed
+        window_layers = self._store.shape.window_layers
         on_pages = {False: metadata}
-        if windowed is not None:
+        if window_layers:
             on_pages[True] = metadata.on_window_pages(self._store.window_page_of)
         device = self._store.layers[0][0].device
         slots = {key: torch.from_numpy(each.slot_mapping).to(device) for key, each in on_pages.items()}
-        kinds = [
-            (window, windowed is not None and layer_idx in windowed.layers)
-            for layer_idx, window in enumerate(self._windows)
-        ]
+        kinds = [(window, layer_idx in window_layers) for layer_idx, window in enumerate(self._windows)]
         plans = {
             (window, is_apart): _make_plan(on_pages[is_apart], slots[is_apart], window, self._store, self._dtype)
             for window, is_apart in set(kinds)

@@ -102,11 +102,20 @@ class BlockPool:
             if block_id is None:
                 break
             matched.append(block_id)
-        return matched if self.windows is None else matched[: self.windows.num_usable(matched)]
+        return (
+            matched if self.windows is None else matched[: self.windows.num_usable(len(matched), matched.__getitem__)]
+        )
 
     def num_matching(self, hashes: Sequence[BlockHash], num_at_most: int) -> int:
         """Return the length of the longest cached prefix of the first hashes. O(log blocks): there are no holes."""
         return bisect_left(hashes, 1, hi=num_at_most, key=lambda block_hash: block_hash not in self._block_of)
+
+    def num_usable(self, hashes: Sequence[BlockHash], num_at_most: int) -> int:
+        """Return the length of what `match_prefix` would return of the first hashes."""
+        num_matching = self.num_matching(hashes, num_at_most)
+        if self.windows is None:
+            return num_matching
+        return self.windows.num_usable(num_matching, lambda i: self._block_of[hashes[i]])
 
     def num_matched_free(self, block_ids: Iterable[BlockId]) -> int:
         """Return how many of these pages are free: holding them would shrink `num_free` by that."""

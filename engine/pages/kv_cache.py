@@ -54,7 +54,11 @@ def num_blocks_for_budget(kv_bytes: int, shape: KvShape, *, max_step_tokens: int
 
 
 def windowed_layers(config: DecoderConfig | TransformersConfig, max_model_len: int) -> WindowedLayers | None:
-    """Return the layers that need pages of their own: some see a window that is much shorter than the texts."""
+    """Return the layers that need pages of their own: recurrent ones, or those with windows shorter than the texts."""
+    if config.recurrent is not None:
+        return WindowedLayers(
+            layers=tuple(sorted(config.recurrent.layers)), num_tokens=1, state_size=config.recurrent.state_size
+        )
     layers = tuple(layer_idx for layer_idx, window in enumerate(config.windows) if window is not None)
     windows = {window for window in config.windows if window is not None}
     if not windows or len(layers) == config.num_layers or 2 * max(windows) > max_model_len:
@@ -97,11 +101,12 @@ class HostPages:
         num_window_pages = shape.check_region(region.nbytes, num_blocks)
         pages = np.frombuffer(region, dtype=np.uint8)[:-NONCE_BYTES]
         split = num_blocks * shape.block_bytes
-        num_windowed = shape.num_windowed_parts
-        num_pieces = num_pieces or shape.num_parts - num_windowed
+        num_pieces = num_pieces or shape.num_parts
         # [pieces, num_blocks, bytes of one block's piece]
         self._blocks: Bytes = pages[:split].reshape(num_pieces, num_blocks, -1)
-        self._window_pages: Bytes = pages[split:].reshape(num_windowed, num_window_pages, shape.part_bytes)
+        self._window_pages: Bytes = pages[split:].reshape(
+            shape.num_windowed_parts, num_window_pages, shape.windowed_part_bytes
+        )
         self._num_blocks = num_blocks
 
     def read_blocks(self, block_ids: Seq[int]) -> memoryview:
@@ -138,7 +143,8 @@ class TorchKvStore:
     `layers[i]` has the parts of layer i, (keys, values) or (latent rows,): views [num_pages, block_size, num_kv_heads,
     head_dim] of the one storage; layers with window pages have as many pages as there are of those, all others as many
     as there are blocks. Pages of codes: [num_pages, page] bytes; `engine.ops.torch_pages` finds codes and scales in
-    them. In host memory pages can be mapped by other processes of the host, in device memory by those on the same card.
+    them. A recurrent layer has (states,), float32 [num_pages, state_size]. In host memory pages can be mapped by other
+    processes of the host, in device memory by those on the same card.
     """
 
     def __init__(self, shape: KvShape, num_blocks: int, *, device: torch.device, num_window_pages: int = 0) -> None:
@@ -150,13 +156,13 @@ class TorchKvStore:
         self.shared_region: SharedRegion | None = None
         self.device_sharing: DeviceSharing | None = None
         self.kv_format = format_named(shape.dtype)
-        num_windowed = shape.num_windowed_parts
+        has_windows = shape.windowed is not None
         sizes = (-1, shape.parts_per_layer, num_blocks, shape.part_bytes)
         kv_bytes = num_blocks * shape.block_bytes
         window_bytes = num_window_pages * shape.window_page_bytes
         self._bytes: HostPages | DevicePages
         if device.type == "cpu":
-            num_pieces = 0 if num_windowed else shape.num_parts
+            num_pieces = 0 if has_windows else shape.num_parts
             memory, self.shared_region = allocate_region(kv_bytes + window_bytes, num_pieces=num_pieces)
             self._bytes = HostPages(memoryview(memory), num_blocks, shape)
             storage = torch.frombuffer(memory, dtype=torch.uint8)
@@ -168,9 +174,9 @@ class TorchKvStore:
             self.device_sharing = share_pages(storage, self._bytes)
         self._window_pages = (
             storage[kv_bytes : kv_bytes + window_bytes].view(
-                -1, shape.parts_per_layer, num_window_pages, shape.part_bytes
+                len(shape.windowed.layers), -1, num_window_pages, shape.windowed_part_bytes
             )
-            if num_windowed
+            if shape.windowed is not None
             else None
         )
         self.layers: tuple[tuple[Tensor, ...], ...] = tuple(self._layers())
@@ -181,7 +187,9 @@ class TorchKvStore:
         window_pages = iter(() if self._window_pages is None else self._window_pages)
         for layer_idx in range(self.shape.num_layers):
             layer = next(window_pages if layer_idx in windowed else pages)
-            if not self.kv_format.has_codes:
+            if layer_idx in self.shape.state_layers:
+                layer = layer.view(torch.float32)
+            elif not self.kv_format.has_codes:
                 rows = (self.shape.block_size, self.shape.num_kv_heads, self.shape.head_dim)
                 layer = layer.view(self.kv_format.dtype).view(*layer.shape[:2], *rows)
             yield tuple(layer)
@@ -202,9 +210,9 @@ class TorchKvStore:
             self._window_pages[:, :, target_page] = self._window_pages[:, :, source_page]
 
     def clear_blocks(self, block_ids: Seq[BlockId]) -> None:
-        """Zero blocks and their window pages, in order with the steps. Engine thread only."""
+        """Zero blocks and their rows in window pages, in order with the steps. Engine thread only."""
         self._pages.index_fill_(2, self._index(block_ids), 0)
-        if self._window_pages is not None:
+        if self._window_pages is not None and self.shape.window_layers:
             window_pages = [self.window_page_of[block_id] for block_id in block_ids]
             self._window_pages.index_fill_(2, self._index(window_pages), 0)
 

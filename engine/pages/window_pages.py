@@ -7,13 +7,19 @@ unneeded page stays attached to a cached block until another block takes it. A c
 a prefix can be reused only up to a point before which the whole window is present (`num_usable`), as in vLLM's hybrid
 KV-cache manager.
 
+Recurrent layers keep a *state*, all that they know of the tokens before. Their pages are those of a window of one
+token: a sequence's state lies in the page of the block with its latest token, and a step reads it there and leaves the
+next one in the page of the block in which it ends. No step passes the end of a block and stops inside another one, so
+that a block that is left behind holds the state at its end, a *snapshot*, from which another sequence may go on. Blocks
+inside of a step get none. Snapshots inside of answers are the first to be taken for other blocks.
+
 Each sequence has a *quota*, the most pages that it needs at a time, promised when it gets its blocks. The promises
 never exceed the pages: `attach` always finds one, and no sequence waits for a window page in the middle of its way.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from common.ids import BlockId
 from engine.kv_store import KvShape, WindowedKvStore
@@ -23,6 +29,10 @@ MAX_ANSWER_STEP = 80
 """Most tokens of an answer in one step, drafted and forced ones included."""
 _MIN_STEP_TOKENS = 1024
 """Tokens of a sequence in one step for which there is always room, though its window is shorter."""
+STATE_QUOTA = 3
+"""Most states that a sequence needs: one that a step reads, one that it leaves, one that is copied."""
+_TOKENS_PER_STATE = 1024
+"""Tokens of blocks for each of which there is a state page."""
 _MIN_SEQUENCES = 4
 """Sequences for which there are always pages, unless there are as many as blocks."""
 
@@ -33,16 +43,18 @@ def window_quota(shape: KvShape, max_step_tokens: int) -> int:
     Both ends of window and step may lie inside a block, and a block may have to be copied.
     """
     assert shape.windowed is not None, "no layer has window pages"
+    if shape.windowed.has_states:
+        return STATE_QUOTA
     window = shape.windowed.num_tokens
     num_new = min(max_step_tokens, max(window, _MIN_STEP_TOKENS))
     return -(-window // shape.block_size) + -(-num_new // shape.block_size) + 4
 
 
 def split_budget(kv_bytes: int, shape: KvShape, max_step_tokens: int) -> tuple[int, int]:
-    """Return how many blocks and window pages fit in `kv_bytes`: a page for every fourth block, but some sequences'."""
-    num_pages = _MIN_SEQUENCES * window_quota(shape, max_step_tokens)
-    num_blocks = 4 * kv_bytes // (4 * shape.block_bytes + shape.window_page_bytes)
-    if num_blocks < 4 * num_pages:
+    """Return how many blocks and window pages fit in `kv_bytes`: a page for some blocks, but some sequences'."""
+    num_pages, interval = _MIN_SEQUENCES * window_quota(shape, max_step_tokens), _interval(shape)
+    num_blocks = interval * kv_bytes // (interval * shape.block_bytes + shape.window_page_bytes)
+    if num_blocks < interval * num_pages:
         num_blocks = (kv_bytes - num_pages * shape.window_page_bytes) // shape.block_bytes
     if num_blocks < num_pages:
         num_blocks = kv_bytes // (shape.block_bytes + shape.window_page_bytes)
@@ -53,7 +65,14 @@ def num_pages_beside(num_blocks: int, shape: KvShape, max_step_tokens: int) -> i
     """Return the window pages beside so many blocks; 0 where no layer has any."""
     if shape.windowed is None:
         return 0
-    return min(num_blocks, max(num_blocks // 4, _MIN_SEQUENCES * window_quota(shape, max_step_tokens)))
+    num_pages = num_blocks // _interval(shape)
+    return min(num_blocks, max(num_pages, _MIN_SEQUENCES * window_quota(shape, max_step_tokens)))
+
+
+def _interval(shape: KvShape) -> int:
+    """Return the number of blocks for which there is one window page, or state page."""
+    assert shape.windowed is not None, "no layer has window pages"
+    return max(1, _TOKENS_PER_STATE // shape.block_size) if shape.windowed.has_states else 4
 
 
 class WindowPages:
@@ -71,6 +90,7 @@ class WindowPages:
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Other blocks with unneeded pages: a prompt or an answer has ended there."""
         self._window = store.shape.windowed.num_tokens
+        self.has_states = store.shape.windowed.has_states
         self._block_size = store.shape.block_size
         self.num_pages = store.num_window_pages
         self.num_promised = 0
@@ -160,12 +180,12 @@ class WindowPages:
         self._page_of[target], self._page_of[source] = self._page_of[source], NO_PAGE
         self._needs[target], self._needs[source] = 1, 0
 
-    def num_usable(self, block_ids: Sequence[int]) -> int:
-        """Return how many of these leading blocks of a prompt a sequence may begin behind. O(blocks)."""
-        end = begin = len(block_ids)
+    def num_usable(self, num_blocks: int, block_at: Callable[[int], int]) -> int:
+        """Return how many of some leading blocks of a prompt a sequence may begin behind. O(blocks)."""
+        end = begin = num_blocks
         while begin and begin > self.first_needed(end * self._block_size):
             begin -= 1
-            if self._page_of[block_ids[begin]] == NO_PAGE:
+            if self._page_of[block_at(begin)] == NO_PAGE:
                 end = begin
         return end
 

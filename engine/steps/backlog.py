@@ -31,7 +31,7 @@ class Backlog:
 
     def enter(self, sequence: Sequence) -> None:
         """Count a sequence that starts to wait."""
-        num_blocks = self._pool.num_matching(sequence.block_hashes, sequence.num_reusable_blocks)
+        num_blocks = self._pool.num_usable(sequence.block_hashes, sequence.num_reusable_blocks)
         sequence.num_expected_cached_tokens = num_blocks * self._block_size
         self._count(sequence, 1)
 

@@ -42,8 +42,8 @@ class Pages:
     def take(self, sequence: Sequence, cached: Seq[BlockId], *, num_spared: int, ahead: Seq[Sequence] = ()) -> bool:
         """Give a sequence its cached prefix and fresh pages for all other known tokens. False when too few are free.
 
-        `num_spared` pages must stay free, and window pages for those `ahead` in line. Sets num_cached_tokens, num_ready
-        and num_computed.
+        `num_spared` pages must stay free, and window pages for those `ahead` in line. Sets num_cached_tokens,
+        num_known_blocks, num_ready and num_computed.
         """
         num_fresh = self.num_blocks_for(sequence.num_tokens) - len(cached)
         if num_fresh + num_spared > self._pool.num_free - self._pool.num_matched_free(cached):
@@ -58,6 +58,7 @@ class Pages:
         self.release_landed(sequence)  # they are among the cached ones
         sequence.num_cached_tokens = sequence.num_ready = sequence.num_computed = len(cached) * self._block_size
         sequence.num_published = len(cached)
+        sequence.num_known_blocks = self._pool.num_matching(sequence.block_hashes, sequence.num_reusable_blocks)
         return True
 
     def num_missing(self, sequence: Sequence, num_new: int) -> int:

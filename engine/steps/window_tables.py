@@ -41,21 +41,31 @@ class WindowTables:
             self._pages.hold(sequence.block_table[first:num_cached])
 
     def attach(self, sequence: Sequence, num_tokens: int) -> None:
-        """Need pages for the blocks up to `num_tokens` tokens, which the table has, in the window of those ready."""
+        """Need pages for the blocks up to `num_tokens` tokens, which the table has, in the window of those ready.
+
+        Of recurrent layers' blocks only the last one gets a page: that is where the step leaves its state.
+        """
         if self._pages is not None:
-            end = max(sequence.window_blocks.stop, -(-num_tokens // self._block_size))
-            begin = sequence.window_blocks.stop
-            self._pages.attach(sequence.block_table[begin:end])
-            sequence.window_blocks = range(sequence.window_blocks.start, end)
+            window, end = sequence.window_blocks, -(-num_tokens // self._block_size)
+            if end <= window.stop:
+                return
+            first = end - 1 if self._pages.has_states else window.stop
+            self._pages.attach(sequence.block_table[first:end])
+            if not self._pages.has_states:
+                sequence.window_blocks = range(window.start, end)
+            elif window:
+                sequence.window_blocks = range(window[-1], end, first - window[-1])
+            else:
+                sequence.window_blocks = range(first, end)
 
     def skip_to(self, sequence: Sequence, num_tokens: int) -> None:
         """Need the window at the end of `num_tokens` tokens, whose KV a transfer brings, and nothing before it."""
         if self._pages is not None:
-            first = self._pages.first_needed(num_tokens)
+            first, end = self._pages.first_needed(num_tokens), -(-num_tokens // self._block_size)
             self._pass(sequence, first)
-            if first > sequence.window_blocks.stop:
-                sequence.window_blocks = range(first, first)
-            self.attach(sequence, num_tokens)
+            begin = max(first, sequence.window_blocks.stop)
+            self._pages.attach(sequence.block_table[begin:end])
+            sequence.window_blocks = range(sequence.window_blocks.start if sequence.window_blocks else begin, end)
 
     def slide(self, sequence: Sequence) -> None:
         """Give back the pages that the window of a sequence's ready tokens has left behind.
@@ -70,8 +80,18 @@ class WindowTables:
                 sequence.window_quota = quota
 
     def num_fitting(self, sequence: Sequence, num_new: int) -> int:
-        """Return how many of `num_new` tokens a sequence may compute in the next step, with what was promised to it."""
-        if self._pages is None or not self._pages.is_scarce:
+        """Return how many of `num_new` tokens a sequence may compute in the next step, with what was promised to it.
+
+        Recurrent layers stop at the end of a block, and where the prompt leaves a text that is known here: others may
+        do so, too, and will find a snapshot there.
+        """
+        if self._pages is None:
+            return num_new
+        if self._pages.has_states:
+            begin, end = sequence.num_computed, sequence.num_computed + num_new
+            stops = (sequence.num_known_blocks * self._block_size, end // self._block_size * self._block_size, end)
+            return next(stop for stop in stops if begin < stop <= end) - begin
+        if not self._pages.is_scarce:
             return num_new
         quota = self._pages.answer_quota if sequence.is_decoding else self._pages.quota
         end = (sequence.window_blocks.start + quota - 1) * self._block_size  # one page is for a copy
@@ -97,7 +117,7 @@ class WindowTables:
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Need the pages of a sequence twice that was just forked; its quota covers both."""
         if self._pages is not None:
-            self._pages.hold(child.block_table[child.window_blocks.start : child.window_blocks.stop])
+            self._pages.hold(child.block_table[i] for i in child.window_blocks)
             if not child.is_beam:
                 child.window_quota = self._pages.answer_quota_of(child.max_num_tokens)
                 parent.window_quota -= child.window_quota
@@ -139,7 +159,7 @@ class WindowTables:
     def release(self, sequence: Sequence) -> None:
         """Give back all pages of a sequence, and the promise, which a beam leaves to another one that has pages."""
         if self._pages is not None:
-            self._pages.give_back(sequence.block_table[sequence.window_blocks.start : sequence.window_blocks.stop])
+            self._pages.give_back(sequence.block_table[i] for i in sequence.window_blocks)
             others = (beam for beam in sequence.beams or () if beam is not sequence and beam.block_table)
             if (heir := next(others, None)) is not None:
                 heir.window_quota += sequence.window_quota
@@ -154,7 +174,10 @@ class WindowTables:
 
     def _pass(self, sequence: Sequence, first: int) -> None:
         assert self._pages is not None, "there are no windows"
-        window = sequence.window_blocks
-        if first > window.start:
-            self._pages.give_back(sequence.block_table[window.start : min(first, window.stop)], is_passed=True)
-            sequence.window_blocks = range(min(first, window.stop), window.stop)
+        passed = [i for i in sequence.window_blocks if i < first]
+        if passed:
+            # The states at the ends of a prompt's steps are worth keeping.
+            num_kept = sequence.num_prompt_tokens // self._block_size if self._pages.has_states else 0
+            self._pages.give_back(sequence.block_table[i] for i in passed if i < num_kept)
+            self._pages.give_back((sequence.block_table[i] for i in passed if i >= num_kept), is_passed=True)
+            sequence.window_blocks = sequence.window_blocks[len(passed) :]

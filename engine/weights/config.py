@@ -13,6 +13,7 @@ from engine.weights.architectures import ARCHITECTURES, Activation, Architecture
 from engine.weights.config_json import MAX_LAYERS, MAX_SIZE, UnsupportedModel, count, positive, read_json
 from engine.weights.experts import ExpertsConfig, parse_experts
 from engine.weights.latent import LatentConfig, parse_latent
+from engine.weights.recurrent import RecurrentConfig
 from engine.weights.rope_config import RopeConfig, RopeType, longest_text, parse_ropes
 
 __all__ = [
@@ -54,6 +55,8 @@ class DecoderConfig:
     """None: every layer has an MLP."""
     latent: LatentConfig | None = None
     """Latent attention: one key head, of the size of its rows; None: layers have keys and values."""
+    recurrent: RecurrentConfig | None = None
+    """Recurrent layers; None: every layer has attention."""
     num_draft_layers: int = 0
     """Layers behind the last one in a checkpoint, which the model does without."""
     windowed_rope: RopeConfig | None = None
@@ -272,5 +275,6 @@ class TransformersConfig:
     """Score function of each layer."""
     kv_parts_per_layer: ClassVar[int] = 2
     """See `KvShape`."""
+    recurrent: ClassVar[RecurrentConfig | None] = None
     source: str
     """Digest of config.json and the version of transformers, for everything else that the arithmetic depends on."""

@@ -92,9 +92,7 @@ class CoreMachine(CoreCalls):
         pool = self.core.pool
         for sequence in (s for work in self.works for s in work.group.sequences):
             reusable = sequence.block_hashes[: sequence.num_reusable_blocks]
-            num_matching = pool.num_matching(sequence.block_hashes, len(reusable))
-            num_found = len(pool.match_prefix(reusable))
-            assert num_matching == num_found or (self.window is not None and num_matching > num_found)
+            assert pool.num_usable(sequence.block_hashes, len(reusable)) == len(pool.match_prefix(reusable))
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

@@ -52,15 +52,15 @@ class CpuOps:
         self._ropes = layer_ropes(config, torch.device("cpu"))
         self._layers = [
             Layer(
-                keys=keys.data_ptr(),
-                values=values.data_ptr(),
+                keys=parts[0].data_ptr(),
+                values=parts[-1].data_ptr(),
                 window=window or 0,
                 page_format=PAGE_FORMATS.get(store.kv_format.name, PLAIN_PAGES),
             )
-            for (keys, values), window in zip(store.layers, config.windows, strict=True)
+            for parts, window in zip(store.layers, config.windows, strict=True)
         ]
 
-        self._windowed = frozenset(store.shape.windowed.layers if store.shape.windowed else ())
+        self._windowed = frozenset(store.shape.window_layers)
 
     def plan(self, metadata: AttentionMetadata) -> "CpuStepOps":
         """Prepare a step; see `Ops`. Kernels read the sequences' own block tables."""
