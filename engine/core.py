@@ -26,7 +26,7 @@ from collections.abc import Sequence as Seq
 
 from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
-from common.errors import EngineFault, PromptTooLong, Refused
+from common.errors import EngineFault, InvalidRequest, PromptTooLong, Refused
 from common.ids import RequestId
 from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
@@ -115,18 +115,18 @@ class EngineCore:
         return Landing(order=self._next_order - 1, queued_s=self._clock.monotonic(), hashes=hashes)
 
     def add(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
-        """Put a request in line: prefill here, then decode, or embed it if it has `pooling`. Raises PromptTooLong."""
+        """Put a request in line: prefill here, then decode, or embed it if it has `pooling`. Raises as `reserve`."""
         landing = landing or self.arrive(NO_HASHES)
         return self._enter(Group(request, sink, landing.queued_s), self.scheduler.add, landing)
 
     def add_prefill_only(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
-        """Put a request in line for prompt and first tokens; its pages stay until `cancel`. Raises PromptTooLong."""
+        """Put a request in line for prompt and first tokens; its pages stay until `cancel`. Raises as `reserve`."""
         landing = landing or self.arrive(NO_HASHES)
         group = Group(request, sink, landing.queued_s, holds_after_prefill=True)
         return self._enter(group, self.scheduler.add, landing)
 
     def reserve(self, request: EngineRequest, sink: Sink) -> Group | Refused:
-        """Grant pages for a request whose KV will be pulled. Raises PromptTooLong."""
+        """Grant pages for a request whose KV will be pulled. Raises PromptTooLong, or InvalidRequest."""
         landing = self.arrive(NO_HASHES)
         return self._enter(Group(request, sink, landing.queued_s), self.scheduler.reserve, landing)
 
@@ -268,6 +268,9 @@ class EngineCore:
 
     def _check_fits(self, group: Group) -> None:
         request = group.request
+        if request.sampling.has_beams and self.pool.windows is not None and self.pool.windows.has_states:
+            # The last token of a prompt is computed again for its candidates; a state cannot go back.
+            raise InvalidRequest("a model with recurrent layers has no beam search", field="use_beam_search")
         num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
         if num_known >= self.executor.max_model_len:
             raise PromptTooLong(

@@ -119,13 +119,12 @@ class FakeStep:
         token_ids = chunk.token_ids if item.input_row is None else [previous_token_ids[item.input_row]]
         if _HAS_FAULTS:
             _commit(token_ids[: end - chunk.start])
-        for position in range(chunk.start, end):
-            value = token_kv(token_ids[position - chunk.start], position)
-            self._store.write_token(chunk.pages, position, value)
+        values = [token_kv(token_id, p) for p, token_id in zip(range(chunk.start, end), token_ids, strict=False)]
+        self._store.write_tokens(chunk.pages, chunk.start, values)
         result = StepResult(sampled=[], prompt_logprobs=[])
         if item.num_samples:
-            contexts = [self._store.gather(chunk.pages, end - i) for i in range(len(item.draft), -1, -1)]
-            first, *others = map(context_state, contexts)
+            contexts = [self._store.gather(chunk.pages, end - i) for i in range(len(item.draft), 0, -1)]
+            first, *others = map(context_state, [*contexts, self._store.context(chunk.pages, end)])
             result.sampled = [_sample(chunk, first, sample=j) for j in range(item.num_samples)]
             result.sampled += [_sample(chunk, state, num_drafted=i) for i, state in enumerate(others, 1)]
             for branch, path in zip(item.branches, chunk.branches, strict=True):
@@ -143,8 +142,8 @@ class FakeStep:
 
     def _branch(self, path: _Chunk, depth: int) -> list[Sampled]:
         """Write a branch's pages; return the tokens sampled behind those that only it has."""
-        for position, token_id in enumerate(path.token_ids, path.start):
-            self._store.write_token(path.pages, position, token_kv(token_id, position))
+        values = [token_kv(token_id, position) for position, token_id in enumerate(path.token_ids, path.start)]
+        self._store.write_tokens(path.pages, path.start, values)
         contexts = ((i, path.start + 1 + i) for i in range(depth + 1, len(path.token_ids)))
         return [_sample(path, context_state(self._store.gather(path.pages, end)), num_drafted=i) for i, end in contexts]
 
@@ -196,9 +195,13 @@ class FakeExecutor:
         self._last: FakeStep | None = None
 
     def add_window(self, window: FakeWindow) -> None:
-        """Give the model a layer with a window. Before it gets an engine; its steps then run one after the other."""
+        """Give the model a layer with a window, or a recurrent one. Before it gets an engine.
+
+        Its steps then run one after the other. A state cannot go back: with one, no drafts are verified.
+        """
         self.kv = self._store = FakeKvStore(self.kv.num_blocks, self.kv.shape.block_size, window)
         self.max_steps_in_flight = 1
+        self.verifies_drafts = not window.is_state
 
     def launch(self, batch: Seq[ScheduledSequence]) -> FakeStep:
         """Queue the step."""

@@ -16,14 +16,16 @@ from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, WindowedLayers,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeWindow:
-    """A layer with window pages, besides the one that sees everything."""
+    """A layer with window pages, or state pages, besides the one that sees everything."""
 
     num_tokens: int
     num_pages: int
+    is_state: bool = False
+    """Whether the layer is recurrent; num_tokens is then 1."""
 
 
-def fake_shape(block_size: int, window: int | None = None) -> KvShape:
-    """Return the shape of the fake's blocks, and window pages: 8 bytes per token."""
+def fake_shape(block_size: int, window: int | None = None, *, has_state: bool = False) -> KvShape:
+    """Return the shape of the fake's blocks, and window pages: 8 bytes per token. A state page is as large."""
     return KvShape(
         num_layers=1 if window is None else 2,
         num_kv_heads=1,
@@ -32,15 +34,24 @@ def fake_shape(block_size: int, window: int | None = None) -> KvShape:
         dtype="uint8",
         row_bytes=4,
         fingerprint=f"fake-v1-{block_size}" if window is None else f"fake-v1-{block_size}/{window}",
-        windowed=None if window is None else WindowedLayers(layers=(1,), num_tokens=window),
+        windowed=None
+        if window is None
+        else WindowedLayers(layers=(1,), num_tokens=window, state_size=2 * block_size if has_state else 0),
     )
+
+
+def fake_state(values: Seq[int] | U64) -> U64:
+    """Return the state behind tokens with this KV, uint64 [2]: their sum and their number, which tell repeats."""
+    return np.array([sum(map(int, values)) % (1 << 64), len(values)], dtype=np.uint64)
 
 
 class FakeKvStore:
     """Pages of the fake engine: uint64 [num_blocks, block_size] in shareable memory."""
 
     def __init__(self, num_blocks: int, block_size: int, window: FakeWindow | None = None) -> None:
-        self.shape = fake_shape(block_size, None if window is None else window.num_tokens)
+        self.shape = fake_shape(block_size)
+        if window is not None:
+            self.shape = fake_shape(block_size, window.num_tokens, has_state=window.is_state)
         self.num_blocks = num_blocks
         self.num_window_pages = 0 if window is None else window.num_pages
         self.window_page_of = array("i", [-1]) * num_blocks
@@ -80,20 +91,39 @@ class FakeKvStore:
         pages = (self.window_page_of[block_id] for block_id in block_table)
         return [*block_table, *(-1 if page < 0 else self.num_blocks + page for page in pages)]
 
-    def write_token(self, pages: Seq[int], position: int, value: int) -> None:
-        """Store one token's KV in pages `with_windows`."""
-        size = self.shape.block_size
-        self._pages[pages[position // size], position % size] = value
-        if self.shape.windowed is not None:
-            window_page = pages[len(pages) // 2 + position // size]
-            assert window_page >= 0, f"no window page for the token at {position}"
-            self._pages[window_page, position % size] = value
+    def write_tokens(self, pages: Seq[int], start: int, values: Seq[int]) -> None:
+        """Store the KV of consecutive tokens from `start` on in pages `with_windows`, and the state behind the last."""
+        size, half = self.shape.block_size, len(pages) // 2
+        for position, value in enumerate(values, start):
+            self._pages[pages[position // size], position % size] = value
+            if self.shape.window_layers:
+                window_page = pages[half + position // size]
+                assert window_page >= 0, f"no window page for the token at {position}"
+                self._pages[window_page, position % size] = value
+        if self.shape.state_layers:
+            last = start + len(values) - 1
+            state = self._state(pages, start) + fake_state(values)
+            assert pages[half + last // size] >= 0, f"no state page for the token at {last}"
+            self._pages[pages[half + last // size], : len(state)] = state
+
+    def _state(self, pages: Seq[int], num_tokens: int) -> U64:
+        """Return the state that a step reads which begins behind so many tokens, uint64 [2]."""
+        if not num_tokens:
+            return fake_state([])
+        return self._pages[pages[len(pages) // 2 + (num_tokens - 1) // self.shape.block_size], :2]
+
+    def context(self, pages: Seq[int], num_tokens: int) -> U64:
+        """Return `gather` of all tokens of a sequence; other values where its state is not that of these tokens."""
+        found = self.gather(pages, num_tokens)
+        if self.shape.state_layers and not np.array_equal(self._state(pages, num_tokens), fake_state(found)):
+            return found + np.uint64(1)
+        return found
 
     def gather(self, pages: Seq[int], num_tokens: int) -> U64:
         """Return the KV of the first tokens in pages `with_windows`, uint64 [num_tokens]."""
         num_blocks = -(-num_tokens // self.shape.block_size)
         found = self._pages[list(pages[:num_blocks])].reshape(-1)[:num_tokens]
-        if self.shape.windowed is not None:
+        if self.shape.windowed is not None and self.shape.window_layers:
             begin = max(0, num_tokens - self.shape.windowed.num_tokens)
             half = len(pages) // 2
             latest = self._pages[list(pages[half : half + num_blocks])].reshape(-1)[begin:num_tokens]

@@ -88,8 +88,8 @@ class WindowTables:
         if self._pages is None:
             return num_new
         if self._pages.has_states:
-            begin, end = sequence.num_computed, sequence.num_computed + num_new
-            stops = (sequence.num_known_blocks * self._block_size, end // self._block_size * self._block_size, end)
+            begin, end, size = sequence.num_computed, sequence.num_computed + num_new, self._block_size
+            stops = (-(-begin // size) * size, sequence.num_known_blocks * size, end // size * size, end)
             return next(stop for stop in stops if begin < stop <= end) - begin
         if not self._pages.is_scarce:
             return num_new
@@ -180,4 +180,5 @@ class WindowTables:
             num_kept = sequence.num_prompt_tokens // self._block_size if self._pages.has_states else 0
             self._pages.give_back(sequence.block_table[i] for i in passed if i < num_kept)
             self._pages.give_back((sequence.block_table[i] for i in passed if i >= num_kept), is_passed=True)
-            sequence.window_blocks = sequence.window_blocks[len(passed) :]
+            begin = sequence.window_blocks[len(passed) :].start
+            sequence.window_blocks = range(begin, sequence.window_blocks.stop, sequence.window_blocks.step)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from common.block_hash import hash_blocks
-from common.errors import PromptTooLong, Refused
+from common.errors import InvalidRequest, PromptTooLong, Refused
 from common.ids import BlockHash, BlockId
 from common.pooling import Pooling
 from engine.fake_model import token_kv
@@ -95,7 +95,7 @@ class CoreCalls(RuleBasedStateMachine):
         collector = Collector()
         try:
             group = enter(request, collector)
-        except PromptTooLong:
+        except (InvalidRequest, PromptTooLong):
             return
         if not isinstance(group, Refused):
             has_first = kind == "reserve" and not request.sampling.has_beams

@@ -20,9 +20,10 @@ LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8, 16) for d in (-1, 0, 1
 
 
 WINDOW = {"window": FakeWindow(num_tokens=10, num_pages=80)}
+STATE = {"window": FakeWindow(num_tokens=1, num_pages=80, is_state=True)}
 
 
-@pytest.mark.parametrize("window", [{}, WINDOW], ids=["", "window"])
+@pytest.mark.parametrize("window", [{}, WINDOW, STATE], ids=["", "window", "state"])
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 async def test_handoff_at_every_boundary_equals_oracle_cold_and_cached(
     transport: str, window: dict[str, FakeWindow]
@@ -77,6 +78,30 @@ async def test_handoff_moves_window_pages_only_of_blocks_that_the_answer_reads(t
         assert answer.transfer is not None
         assert answer.transfer.num_blocks == 100
         assert answer.transfer.kv_bytes == (100 + 3) * block_bytes, "and those of the last 10 tokens"
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+async def test_handoff_moves_the_state_behind_the_prompt_and_the_last_snapshot(transport: str) -> None:
+    async with running_pair(transports=[transport], prefill=STATE, decode=STATE) as pair:
+        answer = await pair.generate(make_request([i % 251 for i in range(402)], max_tokens=20, ignore_eos=True))
+        shape = pair.decode.runtime.executor.kv.shape
+        assert answer.transfer is not None
+        assert answer.transfer.kv_bytes == 101 * shape.block_bytes + 2 * shape.window_page_bytes
+
+
+async def test_samples_of_a_recurrent_model_are_handed_over_once_and_equal_single_samples() -> None:
+    async with running_pair(prefill=STATE, decode=STATE) as pair:
+        for length in (20, 21):
+            answer = await pair.generate(make_request(range(length), n=4, temperature=1.0, seed=5, max_tokens=12))
+            assert sorted(answer.tokens) == [0, 1, 2, 3]
+
+
+async def test_beam_search_over_a_recurrent_model_is_refused_by_name() -> None:
+    async with running_pair(prefill=STATE, decode=STATE) as pair:
+        with pytest.raises(InvalidRequest, match="recurrent layers") as caught:
+            await pair.generate(make_request(range(9), n=2, use_beam_search=True, max_tokens=4))
+        assert caught.value.field == "use_beam_search"
+        await until_empty(pair.decode)
 
 
 async def test_takeover_in_the_middle_continues_with_the_same_tokens_and_text() -> None:

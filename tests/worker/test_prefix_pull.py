@@ -32,8 +32,13 @@ async def test_prefix_pulled_by_another_prefill_worker_gives_the_same_answer(tra
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-async def test_pulled_prefix_has_the_window_before_its_end(transport: str) -> None:
-    window = {"window": FakeWindow(num_tokens=10, num_pages=60)}
+@pytest.mark.parametrize(
+    "fake_window",
+    [FakeWindow(num_tokens=10, num_pages=60), FakeWindow(num_tokens=1, num_pages=60, is_state=True)],
+    ids=["window", "state"],
+)
+async def test_pulled_prefix_has_the_window_or_state_before_its_end(transport: str, fake_window: FakeWindow) -> None:
+    window = {"window": fake_window}
     async with running_pool(dict.fromkeys(OTHERS, window), transports=(transport,)) as pool:
         source = pool.workers["prefill-0"]
         await pool.pair("prefill-0", "decode-0").generate(make_request(PREFIX, max_tokens=1, ignore_eos=True))
