@@ -65,6 +65,9 @@ class EvictionOrder(Generic[T]):
     def __len__(self) -> int:
         return sum(map(len, self._segments))
 
+    def __contains__(self, key: T) -> bool:
+        return any(key in entries for entries in self._segments)
+
     def count(self, segment: EvictionClass) -> int:
         """Return the number of blocks in a segment."""
         return len(self._segments[segment])

@@ -268,7 +268,7 @@ class EngineCore:
 
     def _check_fits(self, group: Group) -> None:
         request = group.request
-        if request.sampling.has_beams and self.pool.windows is not None and self.pool.windows.has_states:
+        if request.sampling.has_beams and self.pool.windows is not None and self.pool.windows.snapshots:
             # The last token of a prompt is computed again for its candidates; a state cannot go back.
             raise InvalidRequest("a model with recurrent layers has no beam search", field="use_beam_search")
         num_known = len(request.prompt_token_ids) + len(request.output_token_ids)

@@ -11,18 +11,19 @@ Recurrent layers keep a *state*, all that they know of the tokens before. Their 
 token: a sequence's state lies in the page of the block with its latest token, and a step reads it there and leaves the
 next one in the page of the block in which it ends. No step passes the end of a block and stops inside another one, so
 that a block that is left behind holds the state at its end, a *snapshot*, from which another sequence may go on. Blocks
-inside of a step get none. Snapshots inside of answers are the first to be taken for other blocks.
+inside of a step get none. `engine.pages.snapshots` says which ones are kept.
 
 Each sequence has a *quota*, the most pages that it needs at a time, promised when it gets its blocks. The promises
 never exceed the pages: `attach` always finds one, and no sequence waits for a window page in the middle of its way.
 """
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from common.eviction import EvictionClass, EvictionOrder
 from common.ids import BlockId
 from engine.kv_store import KvShape, WindowedKvStore
+from engine.pages.snapshots import Snapshots
 
 NO_PAGE = -1
 MAX_ANSWER_STEP = 80
@@ -85,12 +86,11 @@ class WindowPages:
         self._page_of[:] = array("i", [NO_PAGE]) * store.num_blocks
         self._needs = array("i", [0]) * len(self._page_of)
         self._empty = list(range(store.num_window_pages - 1, -1, -1))
-        self._passed: OrderedDict[int, None] = OrderedDict()
-        """Blocks with unneeded pages that windows have moved past: their pages are taken first, in this order."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Other blocks with unneeded pages: a prompt or an answer has ended there."""
+        self._unneeded: EvictionOrder[int] = EvictionOrder()
+        """Blocks whose pages may be taken."""
         self._window = store.shape.windowed.num_tokens
-        self.has_states = store.shape.windowed.has_states
+        self.snapshots = Snapshots(store.num_blocks) if store.shape.windowed.has_states else None
+        """How long states are kept; None: the pages hold rows of windows."""
         self._block_size = store.shape.block_size
         self.num_pages = store.num_window_pages
         self.num_promised = 0
@@ -116,7 +116,7 @@ class WindowPages:
     @property
     def num_needed(self) -> int:
         """Pages that sequences need."""
-        return self.num_pages - len(self._empty) - len(self._passed) - len(self._idle)
+        return self.num_pages - len(self._empty) - len(self._unneeded)
 
     def first_needed(self, num_tokens: int) -> int:
         """Return the first block of a window that a sequence with KV of `num_tokens` tokens needs.
@@ -145,7 +145,7 @@ class WindowPages:
         """Need a page for each block, which it gets if it has none. The caller's promise covers them."""
         for block_id in block_ids:
             if self._page_of[block_id] == NO_PAGE:
-                self._page_of[block_id] = self._empty.pop() if self._empty else self._detach_idle()
+                self._page_of[block_id] = self._empty.pop() if self._empty else self._detach()
             self._need(block_id)
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -154,19 +154,21 @@ class WindowPages:
             assert self._page_of[block_id] != NO_PAGE, f"block {block_id} has no page for windows"
             self._need(block_id)
 
-    def give_back(self, block_ids: Iterable[int], *, is_passed: bool = False) -> None:
-        """Need pages no longer. `is_passed`: a window has left them behind."""
+    def give_back(self, block_ids: Iterable[int], segment: EvictionClass = EvictionClass.COLD) -> None:
+        """Need pages no longer. `segment`: how soon others may take them; BRIEF for what a window has left behind."""
         for block_id in block_ids:
             self._needs[block_id] -= 1
             assert self._needs[block_id] >= 0, f"block {block_id}: {self._needs[block_id]} needs"
             if not self._needs[block_id]:
-                (self._passed if is_passed else self._idle)[block_id] = None
+                self._unneeded.put(block_id, segment)
 
     def drop(self, block_id: int) -> None:
         """Empty the page of a block that is no longer cached; harmless when it has none."""
+        if self.snapshots is not None:
+            self.snapshots.begin(block_id)
         if self._page_of[block_id] != NO_PAGE:
             assert not self._needs[block_id], f"block {block_id} is dropped while {self._needs[block_id]} need it"
-            self._leave_order(block_id)
+            self._unneeded.remove(block_id)
             self._empty.append(self._page_of[block_id])
             self._page_of[block_id] = NO_PAGE
 
@@ -194,15 +196,11 @@ class WindowPages:
         return [BlockId(len(self._page_of) + self._page_of[block_id]) for block_id in block_ids]
 
     def _need(self, block_id: int) -> None:
-        if not self._needs[block_id]:
-            self._leave_order(block_id)
+        if not self._needs[block_id] and block_id in self._unneeded:
+            self._unneeded.remove(block_id)
         self._needs[block_id] += 1
 
-    def _leave_order(self, block_id: int) -> None:
-        self._passed.pop(block_id, None)
-        self._idle.pop(block_id, None)
-
-    def _detach_idle(self) -> int:
-        block_id, _ = (self._passed or self._idle).popitem(last=False)
+    def _detach(self) -> int:
+        block_id = self._unneeded.evict()
         page, self._page_of[block_id] = self._page_of[block_id], NO_PAGE
         return page

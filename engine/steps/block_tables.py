@@ -53,12 +53,14 @@ class Pages:
         self._pool.acquire(cached)
         self._pool.mark_reused(cached, sequence.num_found(len(cached)))
         sequence.block_table = array("i", cached)
-        self.windows.begin(sequence, len(cached))
+        num_known = self._pool.num_matching(sequence.block_hashes, sequence.num_reusable_blocks)
+        last_known = self._pool.block_of(sequence.block_hashes[num_known - 1]) if num_known else None
+        self.windows.begin(sequence, len(cached), last_known)
         sequence.block_table.extend(self._pool.allocate(num_fresh))
         self.release_landed(sequence)  # they are among the cached ones
         sequence.num_cached_tokens = sequence.num_ready = sequence.num_computed = len(cached) * self._block_size
         sequence.num_published = len(cached)
-        sequence.num_known_blocks = self._pool.num_matching(sequence.block_hashes, sequence.num_reusable_blocks)
+        sequence.num_known_blocks = num_known
         return True
 
     def num_missing(self, sequence: Sequence, num_new: int) -> int:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence as Seq
 
+from common.eviction import EvictionClass
+from engine.pages.snapshots import Place
 from engine.pages.window_pages import WindowPages
 from engine.sequence import Sequence
 from engine.window_ids import NO_WINDOWS, WindowIds
@@ -33,12 +35,19 @@ class WindowTables:
         sequence.window_quota = quota
         return True
 
-    def begin(self, sequence: Sequence, num_cached: int) -> None:
-        """Need the pages of a sequence's cached prefix that its window still shows."""
+    def begin(self, sequence: Sequence, num_cached: int, last_known: int | None) -> None:
+        """Need the pages of a sequence's cached prefix that its window still shows.
+
+        `last_known`: last block of its text that is cached at all.
+        """
         if self._pages is not None:
             first = min(self._pages.first_needed(num_cached * self._block_size), num_cached)
             sequence.window_blocks = range(first, num_cached)
             self._pages.hold(sequence.block_table[first:num_cached])
+            if self._pages.snapshots is not None and last_known is not None:
+                self._pages.snapshots.wanted(last_known)
+                if num_cached:
+                    self._pages.snapshots.used(sequence.block_table[num_cached - 1])
 
     def attach(self, sequence: Sequence, num_tokens: int) -> None:
         """Need pages for the blocks up to `num_tokens` tokens, which the table has, in the window of those ready.
@@ -49,9 +58,9 @@ class WindowTables:
             window, end = sequence.window_blocks, -(-num_tokens // self._block_size)
             if end <= window.stop:
                 return
-            first = end - 1 if self._pages.has_states else window.stop
+            first = window.stop if self._pages.snapshots is None else end - 1
             self._pages.attach(sequence.block_table[first:end])
-            if not self._pages.has_states:
+            if self._pages.snapshots is None:
                 sequence.window_blocks = range(window.start, end)
             elif window:
                 sequence.window_blocks = range(window[-1], end, first - window[-1])
@@ -87,7 +96,7 @@ class WindowTables:
         """
         if self._pages is None:
             return num_new
-        if self._pages.has_states:
+        if self._pages.snapshots is not None:
             begin, end, size = sequence.num_computed, sequence.num_computed + num_new, self._block_size
             stops = (-(-begin // size) * size, sequence.num_known_blocks * size, end // size * size, end)
             return next(stop for stop in stops if begin < stop <= end) - begin
@@ -159,7 +168,7 @@ class WindowTables:
     def release(self, sequence: Sequence) -> None:
         """Give back all pages of a sequence, and the promise, which a beam leaves to another one that has pages."""
         if self._pages is not None:
-            self._pages.give_back(sequence.block_table[i] for i in sequence.window_blocks)
+            self._give_back(sequence, list(sequence.window_blocks))
             others = (beam for beam in sequence.beams or () if beam is not sequence and beam.block_table)
             if (heir := next(others, None)) is not None:
                 heir.window_quota += sequence.window_quota
@@ -176,9 +185,26 @@ class WindowTables:
         assert self._pages is not None, "there are no windows"
         passed = [i for i in sequence.window_blocks if i < first]
         if passed:
-            # The states at the ends of a prompt's steps are worth keeping.
-            num_kept = sequence.num_prompt_tokens // self._block_size if self._pages.has_states else 0
-            self._pages.give_back(sequence.block_table[i] for i in passed if i < num_kept)
-            self._pages.give_back((sequence.block_table[i] for i in passed if i >= num_kept), is_passed=True)
+            self._give_back(sequence, passed, is_passed=True)
             begin = sequence.window_blocks[len(passed) :].start
             sequence.window_blocks = range(begin, sequence.window_blocks.stop, sequence.window_blocks.step)
+
+    def _give_back(self, sequence: Sequence, blocks: Seq[int], *, is_passed: bool = False) -> None:
+        """Give back pages of blocks of a table. `is_passed`: the sequence goes on behind them."""
+        assert self._pages is not None, "there are no windows"
+        if (snapshots := self._pages.snapshots) is None:
+            segment = EvictionClass.BRIEF if is_passed else EvictionClass.COLD
+            self._pages.give_back((sequence.block_table[i] for i in blocks), segment)
+            return
+        for i in blocks:
+            block_id = sequence.block_table[i]
+            self._pages.give_back(
+                [block_id], snapshots.leave(block_id, self._place_of(sequence, i, is_passed=is_passed))
+            )
+
+    def _place_of(self, sequence: Sequence, i: int, *, is_passed: bool) -> Place:
+        if i + 1 == sequence.num_prompt_tokens // self._block_size:
+            return Place.PROMPT_END
+        if not is_passed:
+            return Place.ANSWER_END
+        return Place.FORK if i + 1 == sequence.num_known_blocks else Place.INSIDE
