@@ -3,19 +3,22 @@
     python -m benchmarks.forward_pass [--model default] [--formats bfloat16 int8 int4] [--beside FOLDER] [--rounds 11]
 
 Method. Each arm is a process with one thread, which loads the model in one format as a worker does (weights in few bits
-have activations in bfloat16; format `transformers`: its modules compute in bfloat16, on our pages): forward pass and
-output head (of the last token of each sequence), pages included, without sampling or scheduling. `decode N`: one token
-of each of N sequences behind 32 tokens of context; `prefill N`: N tokens of one prompt. The arms take turns within each
-round, so that they meet the same machine; reported are medians of the thread's CPU time with their range, and ratios
-between arms within a round. The first round is dropped.
+have activations in bfloat16; format `transformers`: its modules compute in bfloat16, on our pages, or, `alone`, with
+its own cache, for models whose pages it cannot write): forward pass and output head (of the last token of each
+sequence), pages included, without sampling or scheduling. `decode N`: one token of each of N sequences behind 32 tokens
+of context; `prefill N`: N tokens of one prompt. The arms take turns within each round, so that they meet the same
+machine; reported are medians of the thread's CPU time with their range, and ratios between arms within a round.
+The first round is dropped.
 """
 
+import copy
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,13 +40,49 @@ def serve(model: str, weights_format: str) -> None:
     """Answer each case on standard input with its CPU milliseconds on standard output, a line each."""
     import torch
 
-    from common.ids import BlockId
     from common.model_files import resolve_model
-    from engine.ops.metadata import AttentionMetadata, SequenceSpan
-    from engine.weights.config import read_json
 
     torch.set_num_threads(1)
     model_dir = resolve_model(model, local_files_only=True)
+    cpu_ms = _alone(model_dir) if weights_format == "alone" else _on_pages(model_dir, weights_format)
+    with torch.inference_mode():
+        for line in sys.stdin:
+            case = json.loads(line)
+            print(min(cpu_ms(**case["sizes"]) for _ in range(case["repeats"])), flush=True)
+
+
+def _alone(model_dir: Path) -> Callable[..., float]:
+    """Return a function of a case's sizes that times transformers with its own cache."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()  # type: ignore[no-untyped-call]
+
+    @functools.cache
+    def filled(num_seqs: int, context: int) -> Any:
+        cache = DynamicCache(config=model.config)
+        if context:
+            model(input_ids=torch.zeros((num_seqs, context), dtype=torch.int64), past_key_values=cache)
+        return cache
+
+    def cpu_ms(num_seqs: int, num_tokens: int, context: int) -> float:
+        cache = copy.deepcopy(filled(num_seqs, context))  # the call appends to it
+        token_ids = torch.arange(num_seqs * num_tokens).view(num_seqs, -1) % model.config.vocab_size
+        started_s = time.thread_time()
+        model(input_ids=token_ids, past_key_values=cache, logits_to_keep=1)
+        return (time.thread_time() - started_s) * 1e3
+
+    return cpu_ms
+
+
+def _on_pages(model_dir: Path, weights_format: str) -> Callable[..., float]:
+    """Return a function of a case's sizes that times an engine's forward pass."""
+    import torch
+
+    from common.ids import BlockId
+    from engine.ops.metadata import AttentionMetadata, SequenceSpan
+    from engine.weights.config import read_json
+
     load = _load_foreign if weights_format == "transformers" else _load_native
     decoder, ops, store = load(model_dir, weights_format)
     vocab_size = read_json(model_dir / "config.json")["vocab_size"]
@@ -67,10 +106,7 @@ def serve(model: str, weights_format: str) -> None:
         decoder.logits(hidden[num_tokens - 1 :: num_tokens].contiguous())
         return (time.thread_time() - started_s) * 1e3
 
-    with torch.inference_mode():
-        for line in sys.stdin:
-            case = json.loads(line)
-            print(min(cpu_ms(**case["sizes"]) for _ in range(case["repeats"])), flush=True)
+    return cpu_ms
 
 
 def _load_native(model_dir: Path, weights_format: str) -> Any:
@@ -149,7 +185,10 @@ def main() -> None:
     parser = command_line("forward_pass", __doc__, rounds=11)
     parser.add_argument("--model", default="default", help="checkpoint folder or hub id")
     parser.add_argument(
-        "--formats", nargs="+", default=["bfloat16", "int8", "int4"], help="default: these; also float32, transformers"
+        "--formats",
+        nargs="+",
+        default=["bfloat16", "int8", "int4"],
+        help="default: these; also float32, transformers, alone",
     )
     parser.add_argument("--beside", type=Path, help="another checkout of kvrelay, measured in the same rounds")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="default: all")
