@@ -99,7 +99,8 @@ class ModelExecutor(Generic[StepT]):
         self.hidden_size = model.hidden_size
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
-        self.verifies_drafts = model.is_row_independent
+        # No state remembers what it was before a token that is rejected.
+        self.verifies_drafts = model.is_row_independent and not store.shape.state_layers
         # Pages of codes round what is read again in one chunk otherwise than what was decoded.
         self.exact_resume = info.is_float32 or (model.is_row_independent and not store.kv_format.has_codes)
         self.floors = floors

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from engine.ops.interface import Fp8StepOps, LatentStepOps, StepOps
+from engine.ops.interface import Fp8StepOps, LatentStepOps, RecurrentStepOps, StepOps
 from engine.weights.config import DecoderConfig
 from engine.weights.decoder_weights import DecoderWeights, LayerWeights
 from engine.weights.quantize import Fp8Linear
@@ -65,6 +65,9 @@ class Decoder:
 
 def _attend(layer_idx: int, layer: LayerWeights, normed: Any, ops: StepOps) -> Tensor:
     qkv = layer.qkv(normed)
+    if layer.recurrent is not None:
+        assert isinstance(ops, RecurrentStepOps), f"{ops} are for layers with attention"
+        return ops.recur(layer_idx, qkv, layer.recurrent)
     if layer.latent is None:
         return ops.attend(layer_idx, qkv, layer.q_norm, layer.k_norm, layer.sinks)
     assert isinstance(ops, LatentStepOps), f"{ops} are for layers with keys and values"

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from engine.ops.metadata import AttentionMetadata
-from engine.weights.decoder_weights import LatentWeights
+from engine.weights.decoder_weights import LatentWeights, RecurrentWeights
 from engine.weights.quantize import Fp8Rows
 
 
@@ -63,6 +63,19 @@ class LatentStepOps(Protocol):
         compressed [num_tokens, features] are products of `LayerWeights.qkv`: the queries, or what `weights` makes them
         from, and the pages' rows. Both are normalised and rotated, and the rows are written to the layer's pages before
         the read. Mutates the pages.
+        """
+        ...
+
+
+@runtime_checkable
+class RecurrentStepOps(Protocol):
+    """Operations of models with recurrent layers."""
+
+    def recur(self, layer_idx: int, projected: Tensor, weights: RecurrentWeights) -> Tensor:
+        """Return what the layer's recurrence makes of the new tokens, [num_tokens, output_size].
+
+        projected [num_tokens, features] are products of `LayerWeights.qkv`. Each sequence goes on from its state in the
+        page before the step, and leaves its state in the page behind it (`StatePages`). Mutates the pages.
         """
         ...
 

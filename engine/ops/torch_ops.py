@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.ops import delta
 from engine.ops.latent_attention import LatentHeads, attend_latent
 from engine.ops.metadata import AttentionMetadata
+from engine.ops.recurrent import StepStates
 from engine.ops.torch_attention import StepAttention, TorchPagedAttention, TorchStepAttention
 from engine.pages.kv_cache import TorchKvStore
 from engine.weights.architectures import Activation
 from engine.weights.config import DecoderConfig, ScoreFunction
-from engine.weights.decoder_weights import LatentWeights
+from engine.weights.decoder_weights import LatentWeights, RecurrentWeights
+from engine.weights.delta import DeltaConfig
 from engine.weights.rope import halves, layer_ropes, rotate
 
 _LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever config.json says of the others
@@ -26,6 +29,7 @@ class TorchOps:
     def __init__(self, config: DecoderConfig, store: TorchKvStore, dtype: torch.dtype | None = None) -> None:
         """Take the activations' dtype; None: that of the pages, which hold no codes then."""
         self._config = config
+        self._store = store
         self._device = store.layers[0][0].device
         self._dtype = dtype or store.kv_format.dtype
         scores = [ScoreFunction(scale=config.attention_scale)] * config.num_layers
@@ -34,7 +38,8 @@ class TorchOps:
 
     def plan(self, metadata: AttentionMetadata) -> "TorchStepOps":
         """Prepare masks, groups and rotations; see `Ops`."""
-        return TorchStepOps(self._config, self._attention.plan(metadata), self._angles(metadata))
+        states = StepStates(metadata, self._store) if self._config.recurrent is not None else None
+        return TorchStepOps(self._config, self._attention.plan(metadata), self._angles(metadata), states)
 
     def _angles(self, metadata: AttentionMetadata) -> list[tuple[Tensor, Tensor]]:
         """Return the rotations of each layer."""
@@ -44,10 +49,18 @@ class TorchOps:
 
 
 class TorchStepOps:
-    """One planned step; a `StepOps` and a `LatentStepOps`."""
+    """One planned step; a `StepOps`, a `LatentStepOps` and a `RecurrentStepOps`."""
 
-    def __init__(self, config: DecoderConfig, attention: StepAttention, angles: Seq[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        attention: StepAttention,
+        angles: Seq[tuple[Tensor, Tensor]],
+        states: StepStates | None = None,
+    ) -> None:
+        """`states`: of a model with recurrent layers."""
         self._config = config
+        self._states = states
         self._attention = attention
         self._angles = angles
 
@@ -97,10 +110,24 @@ class TorchStepOps:
         heads = LatentHeads(latent, weights.row_up.view(config.num_heads, -1, latent.rank))
         return attend_latent(self._attention, layer_idx, query, row, heads).flatten(1)
 
+    def recur(self, layer_idx: int, projected: Tensor, weights: RecurrentWeights) -> Tensor:
+        """See `RecurrentStepOps`."""
+        assert self._states is not None, f"{self._config} has no recurrent layers"
+        return recur_in_torch(self._config, layer_idx, projected, weights, self._states)
+
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return activate(gate, self._config.activation) * up
+
+
+def recur_in_torch(
+    config: DecoderConfig, layer_idx: int, projected: Tensor, weights: RecurrentWeights, states: StepStates
+) -> Tensor:
+    """Return what `RecurrentStepOps.recur` does, for every kind of recurrent layers."""
+    recurrent = config.recurrent
+    assert isinstance(recurrent, DeltaConfig), f"{recurrent} has no arithmetic"
+    return delta.recur(recurrent, layer_idx, projected, weights, states, eps=config.rms_norm_eps)
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:

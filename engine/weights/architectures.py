@@ -11,6 +11,13 @@ class Activation(Enum):
     GELU_TANH = "gelu_pytorch_tanh"
 
 
+class Recurrence(Enum):
+    """Kind of an architecture's recurrent layers."""
+
+    DELTA = "gated delta nets"
+    GROUPED_DELTA = "gated delta nets, with all products of a key head side by side"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedKeys:
     """Names of an expert that every token goes through; see `SharedExpert`."""
@@ -78,6 +85,8 @@ class Architecture:
     """Base of layers with a window, which have rotary frequencies of their own; None: they have those of the others."""
     default_eps: float = 1e-6
     has_latent_attention: bool = False
+    recurrence: Recurrence | None = None
+    """None: every layer has attention."""
     draft_layers: str | None = None
     """Key of config.json: number of layers behind the last one in a checkpoint, which draft."""
     default_has_tied_embeddings: bool = False

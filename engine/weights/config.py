@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from engine.weights.architectures import ARCHITECTURES, Activation, Architecture
+from engine.weights.architectures import ARCHITECTURES, Activation, Architecture, Recurrence
 from engine.weights.config_json import MAX_LAYERS, MAX_SIZE, UnsupportedModel, count, positive, read_json
+from engine.weights.delta import parse_delta
 from engine.weights.experts import ExpertsConfig, parse_experts
 from engine.weights.latent import LatentConfig, parse_latent
 from engine.weights.recurrent import RecurrentConfig
@@ -82,6 +83,10 @@ class DecoderConfig:
     def rope_of(self, layer_idx: int) -> RopeConfig:
         """Return the rotary embedding of a layer."""
         return self.rope if self.windowed_rope is None or self.windows[layer_idx] is None else self.windowed_rope
+
+    def recurrent_of(self, layer_idx: int) -> RecurrentConfig | None:
+        """Return what a layer has in place of attention; None: it has attention."""
+        return None if self.recurrent is None or layer_idx not in self.recurrent.layers else self.recurrent
 
     def experts_of(self, layer_idx: int) -> ExpertsConfig | None:
         """Return the experts of a layer; None: it has an MLP."""
@@ -172,6 +177,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         experts=None if architecture.experts is None else parse_experts(raw, architecture.experts),
         has_sinks=architecture.has_sinks,
         latent=latent,
+        recurrent=_recurrent(raw, architecture),
         num_draft_layers=count(raw, architecture.draft_layers) if architecture.draft_layers else 0,
         windowed_rope=windowed_rope,
         attention_scale=_attention_scale(raw, architecture, latent, rope),
@@ -209,6 +215,14 @@ def _attention_scale(
     if architecture.default_query_scalar is None:
         return None
     return float(positive(raw, "query_pre_attn_scalar", default=architecture.default_query_scalar) ** -0.5)
+
+
+def _recurrent(raw: Mapping[str, Any], architecture: Architecture) -> RecurrentConfig | None:
+    match architecture.recurrence:
+        case None:
+            return None
+        case Recurrence.DELTA | Recurrence.GROUPED_DELTA:
+            return parse_delta(raw, is_grouped=architecture.recurrence is Recurrence.GROUPED_DELTA)
 
 
 def _windows(raw: Mapping[str, Any], architecture: Architecture) -> tuple[int | None, ...]:

@@ -166,6 +166,24 @@ class LatentWeights:
 
 
 @dataclass(slots=True, kw_only=True)
+class RecurrentWeights:
+    """Weights of a recurrent layer between `LayerWeights.qkv` and `output`, all float32."""
+
+    convolution: Tensor
+    """[num_channels, 1, kernel_size]; a token's own input is the last one."""
+    convolution_bias: Tensor | None
+    """[num_channels]."""
+    step_bias: Tensor
+    """[num_heads]: added to what a token says of its decay."""
+    log_decay: Tensor
+    """[num_heads]: logarithms of the rates of decay."""
+    skip: Tensor | None
+    """[num_heads], with `has_skip`."""
+    norm: Tensor
+    """[norm_size]: norm of the results."""
+
+
+@dataclass(slots=True, kw_only=True)
 class LayerWeights:
     """One layer. Faster or smaller projections may replace the plain ones after loading.
 
@@ -175,7 +193,8 @@ class LayerWeights:
 
     input_norm: Tensor
     qkv: Projection
-    """Rows of query, key, value, in this order; with `latent`, of the query (or its source) and of a page's row."""
+    """Rows of query, key, value, in this order; with `latent`, of the query (or its source) and of a page's row; with
+    `recurrent`, of its inputs."""
     q_norm: Tensor | None
     k_norm: Tensor | None
     sinks: Tensor | None = None
@@ -185,6 +204,8 @@ class LayerWeights:
     """Norm before the MLP."""
     mlp: GatedMlp | Moe
     latent: LatentWeights | None = None
+    recurrent: RecurrentWeights | None = None
+    """In place of attention."""
     attention_output_norm: Tensor | None = None
     """Norm of `output`'s results; None: there is none."""
     mlp_output_norm: Tensor | None = None

@@ -15,10 +15,12 @@ from engine.weights.decoder_weights import (
     LayerWeights,
     Linear,
     Moe,
+    RecurrentWeights,
     plain,
 )
 from engine.weights.experts import ExpertsConfig
 from engine.weights.latent import LatentConfig
+from engine.weights.recurrent import RecurrentConfig
 
 HEAD_MODULE = "lm_head"
 """Name of the output head in a checkpoint."""
@@ -41,14 +43,18 @@ class FusedProjection:
 def layer_projections(config: DecoderConfig, layer_idx: int) -> Iterator[FusedProjection]:
     """Yield the projections of a layer, in the order of `LayerWeights.places`."""
     prefix, hidden_size = f"model.layers.{layer_idx}", config.hidden_size
-    yield from _before_attention(config, f"{prefix}.self_attn")
-    yield FusedProjection(
-        field="output",
-        modules=(f"{prefix}.self_attn.o_proj",),
-        rows=(hidden_size,),
-        in_features=config.attended_size,
-        has_bias=config.has_output_bias,
-    )
+    recurrent = config.recurrent_of(layer_idx)
+    if recurrent is not None:
+        yield from _around_recurrence(recurrent, f"{prefix}.{recurrent.module}", hidden_size)
+    else:
+        yield from _before_attention(config, f"{prefix}.self_attn")
+        yield FusedProjection(
+            field="output",
+            modules=(f"{prefix}.self_attn.o_proj",),
+            rows=(hidden_size,),
+            in_features=config.attended_size,
+            has_bias=config.has_output_bias,
+        )
 
     def mlp(module: str, names: tuple[str, str, str], size: int, *, has_bias: bool) -> Iterator[FusedProjection]:
         gate, up, down = (f"{module}.{name}" for name in names)
@@ -100,6 +106,23 @@ def _before_attention(config: DecoderConfig, module: str) -> Iterator[FusedProje
         )
 
 
+def _around_recurrence(config: RecurrentConfig, module: str, hidden_size: int) -> Iterator[FusedProjection]:
+    yield FusedProjection(
+        field="qkv",
+        modules=tuple(f"{module}.{name}" for name, _rows in config.inputs),
+        rows=tuple(rows for _name, rows in config.inputs),
+        in_features=hidden_size,
+        has_bias=config.has_bias,
+    )
+    yield FusedProjection(
+        field="output",
+        modules=(f"{module}.{config.output}",),
+        rows=(hidden_size,),
+        in_features=config.output_size,
+        has_bias=config.has_bias,
+    )
+
+
 def all_projections(config: DecoderConfig) -> Iterator[FusedProjection]:
     """Yield the projections of all layers."""
     for layer_idx in range(config.num_layers):
@@ -133,16 +156,19 @@ def allocate_weights(
             )
             for each in layer_projections(config, layer_idx)
         )
+        shapes = config.recurrent_of(layer_idx)
+        has_qk_norm, has_sinks = (each and shapes is None for each in (config.has_qk_norm, config.has_sinks))
         return LayerWeights(
             input_norm=norm(),
-            q_norm=norm(config.head_dim) if config.has_qk_norm else None,
-            k_norm=norm(config.head_dim) if config.has_qk_norm else None,
-            sinks=empty(config.num_heads) if config.has_sinks else None,
+            q_norm=norm(config.head_dim) if has_qk_norm else None,
+            k_norm=norm(config.head_dim) if has_qk_norm else None,
+            sinks=empty(config.num_heads) if has_sinks else None,
             post_attention_norm=norm(),
             attention_output_norm=norm() if config.has_output_norms else None,
             mlp_output_norm=norm() if config.has_output_norms else None,
             qkv=next(linears),
             latent=None if config.latent is None else latent(linears, config.latent),
+            recurrent=None if shapes is None else recurrent(shapes),
             output=next(linears),
             mlp=mlp(linears, config.experts_of(layer_idx)),
         )
@@ -154,6 +180,16 @@ def allocate_weights(
             query_up=None if rank is None else next(linears),
             row_norm=norm(shapes.rank),
             row_up=empty(config.num_heads * (shapes.nope_dim + shapes.value_dim), shapes.rank),
+        )
+
+    def recurrent(shapes: RecurrentConfig) -> RecurrentWeights:
+        return RecurrentWeights(
+            convolution=norm(shapes.num_channels * shapes.kernel_size).view(shapes.num_channels, 1, -1),
+            convolution_bias=norm(shapes.num_channels) if shapes.has_convolution_bias else None,
+            step_bias=norm(shapes.num_heads),
+            log_decay=norm(shapes.num_heads),
+            skip=norm(shapes.num_heads) if shapes.has_skip else None,
+            norm=norm(shapes.norm_size),
         )
 
     def mlp(linears: Iterator[Linear], experts: ExpertsConfig | None) -> GatedMlp | Moe:
@@ -189,10 +225,11 @@ def complete_norms(weights: DecoderWeights, config: DecoderConfig) -> None:
     They are rounded to the model's dtype, and the one that they may lack is added. In float32 the sum is the one that
     transformers makes for each token; in a dtype of fewer bits it would be rounded.
     """
-    offset = 1 if config.has_offset_norms else 0
+    inside = "" if config.recurrent is None else f".{config.recurrent.module}.norm.weight"
     for name, view in checkpoint_views(weights, config).items():
         if name.endswith("norm.weight"):
-            view.copy_(view.to(weights.embedding.dtype)).add_(offset)
+            has_offset = config.has_offset_norms and not (inside and name.endswith(inside))
+            view.copy_(view.to(weights.embedding.dtype)).add_(1 if has_offset else 0)
 
 
 def checkpoint_views(weights: DecoderWeights, config: DecoderConfig) -> dict[str, Tensor]:
@@ -217,6 +254,8 @@ def checkpoint_views(weights: DecoderWeights, config: DecoderConfig) -> dict[str
             views[f"{prefix}.self_attn.kv_b_proj.weight"] = layer.latent.row_up
             if layer.latent.query_norm is not None:
                 views[f"{prefix}.self_attn.q_a_layernorm.weight"] = layer.latent.query_norm
+        if layer.recurrent is not None and config.recurrent is not None:
+            views |= _recurrent_views(layer.recurrent, f"{prefix}.{config.recurrent.module}")
         if isinstance(layer.mlp, Moe) and layer.mlp.score_bias is not None:
             views[f"{prefix}.{layer.mlp.config.module}.gate.e_score_correction_bias"] = layer.mlp.score_bias
         if layer.sinks is not None:
@@ -228,3 +267,15 @@ def checkpoint_views(weights: DecoderWeights, config: DecoderConfig) -> dict[str
                     parts = zip(each.modules, tensor.split_with_sizes(each.rows), strict=True)
                     views.update((f"{module}.{name}", view) for module, view in parts)
     return views
+
+
+def _recurrent_views(weights: RecurrentWeights, module: str) -> dict[str, Tensor]:
+    views = {
+        f"{module}.conv1d.weight": weights.convolution,
+        f"{module}.conv1d.bias": weights.convolution_bias,
+        f"{module}.dt_bias": weights.step_bias,
+        f"{module}.A_log": weights.log_decay,
+        f"{module}.D": weights.skip,
+        f"{module}.norm.weight": weights.norm,
+    }
+    return {name: view for name, view in views.items() if view is not None}

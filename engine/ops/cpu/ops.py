@@ -24,9 +24,11 @@ from engine.ops.cpu.library import (
 )
 from engine.ops.cpu.linear import PackedLinear
 from engine.ops.metadata import AttentionMetadata, Ints, SequenceSpan
+from engine.ops.recurrent import StepStates
+from engine.ops.torch_ops import recur_in_torch
 from engine.pages.kv_cache import TorchKvStore
 from engine.weights.config import DecoderConfig
-from engine.weights.decoder_weights import DecoderWeights, LayerWeights, Moe, Projection
+from engine.weights.decoder_weights import DecoderWeights, LayerWeights, Moe, Projection, RecurrentWeights
 from engine.weights.rope import RotaryEmbedding, layer_ropes
 
 _HEAD_DIM_MULTIPLE = 32
@@ -70,7 +72,8 @@ class CpuOps:
             apart = metadata.on_window_pages(self._store.window_page_of)
             on_window_pages = _PlannedStep(apart, self._config, self._ropes)
         by_layer = [on_window_pages if i in self._windowed else planned for i in range(self._config.num_layers)]
-        return CpuStepOps(self._config, self.kernels, self._layers, by_layer)
+        states = StepStates(metadata, self._store) if self._config.recurrent is not None else None
+        return CpuStepOps(self._config, self.kernels, self._layers, by_layer, states)
 
 
 class _PlannedStep:
@@ -108,7 +111,7 @@ def _data(numbers: Ints | None) -> int | None:
 
 
 class CpuStepOps:
-    """One planned step; a `StepOps`. Inputs are contiguous."""
+    """One planned step; a `StepOps` and a `RecurrentStepOps`. Inputs are contiguous."""
 
     def __init__(
         self,
@@ -116,9 +119,11 @@ class CpuStepOps:
         kernels: CpuKernels,
         layers: Seq[Layer],
         planned: Seq[_PlannedStep],
+        states: StepStates | None = None,
     ) -> None:
-        """`planned`: the step as each layer sees it."""
+        """`planned`: the step as each layer sees it; `states`: of a model with recurrent layers."""
         self._config = config
+        self._states = states
         self._kernels = kernels
         self._layers = layers
         self._planned = planned
@@ -159,6 +164,11 @@ class CpuStepOps:
         layer.cos, layer.sin = (each.data_ptr() for each in self._planned[layer_idx].angles[layer_idx])
         layer.q_norm, layer.k_norm, layer.sinks = (_address_or_null(each) for each in (q_norm, k_norm, sinks))
         return ctypes.byref(layer)
+
+    def recur(self, layer_idx: int, projected: Tensor, weights: RecurrentWeights) -> Tensor:
+        """See `RecurrentStepOps`."""
+        assert self._states is not None, f"{self._config} has no recurrent layers"
+        return recur_in_torch(self._config, layer_idx, projected, weights, self._states)
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -244,8 +254,9 @@ class CpuDecoder:
 
 
 def can_run(weights: DecoderWeights) -> bool:
-    """Whether every projection is packed; else `Decoder` calls them one by one."""
-    return all(isinstance(projection, PackedLinear) for projection in weights.projections())
+    """Whether every projection is packed, and every layer has attention; else `Decoder` calls them one by one."""
+    has_attention = all(layer.recurrent is None for layer in weights.layers)
+    return has_attention and all(isinstance(projection, PackedLinear) for projection in weights.projections())
 
 
 def _packed_layer(layer: LayerWeights, next_norm: Tensor) -> PackedLayer:
