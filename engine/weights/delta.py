@@ -111,8 +111,11 @@ class DeltaConfig:
         return DeltaFeatures(query=query, key=key, value=value, gate=gate, rate=rate, decay=decay)
 
 
-def parse_delta(raw: Mapping[str, Any], *, is_grouped: bool) -> DeltaConfig:
-    """Return the delta nets that a config.json describes. Raises UnsupportedModel."""
+def parse_delta(raw: Mapping[str, Any], *, is_grouped: bool) -> DeltaConfig | None:
+    """Return the delta nets that a config.json describes; None: it has none. Raises UnsupportedModel."""
+    layers = _layers(raw)
+    if not layers:
+        return None
     num_key_heads = positive(raw, "linear_num_key_heads", default=16, at_most=MAX_SIZE)
     num_heads = positive(raw, "linear_num_value_heads", default=32, at_most=MAX_SIZE)
     if num_heads % num_key_heads:
@@ -122,7 +125,7 @@ def parse_delta(raw: Mapping[str, Any], *, is_grouped: bool) -> DeltaConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"hidden_act: {raw['hidden_act']!r} is not supported in delta nets, only 'silu'")
     return DeltaConfig(
-        layers=_layers(raw),
+        layers=layers,
         num_key_heads=num_key_heads,
         num_heads=num_heads,
         key_dim=positive(raw, "linear_key_head_dim", default=128, at_most=MAX_SIZE),
@@ -143,4 +146,6 @@ def _layers(raw: Mapping[str, Any]) -> frozenset[int]:
         raise UnsupportedModel(f"layer_types: {', '.join(unknown)} is not supported")
     if len(layer_types) != num_layers:
         raise UnsupportedModel(f"layer_types names {len(layer_types)} layers of {num_layers}")
+    if "full_attention" not in layer_types:
+        raise UnsupportedModel("layer_types names no layer with attention; models of recurrent layers alone are refused")
     return frozenset(i for i, kind in enumerate(layer_types) if kind == "linear_attention")
