@@ -11,7 +11,7 @@ from common.timing import StepModel, StepShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder with grouped-query, or latent, attention and a gated MLP."""
+    """A decoder with grouped-query, or latent, attention and a gated MLP; some layers may have a recurrence instead."""
 
     num_layers: int
     hidden_size: int
@@ -25,16 +25,27 @@ class ModelShape:
     """Bytes of a weight, a KV element and an activation; 2: bf16."""
     latent_row_size: int | None = None
     """Values of a token's row in each layer's pages; None: it has keys and values of `num_kv_heads`."""
-    latent_weights: int = 0
-    """Weights of one layer's latent attention."""
+    attention_weights: int | None = None
+    """Weights of one layer's attention; None: those of heads of query, key, value and of their results."""
+    num_recurrent_layers: int = 0
+    """Layers without attention."""
+    recurrent_weights: int = 0
+    """Weights of one such layer, without its MLP."""
 
     @property
     def num_layer_weights(self) -> int:
         """Weights of all layers, which every token is multiplied with, without embedding and output head."""
-        attention = self.latent_weights
-        if self.latent_row_size is None:
+        attention = self.attention_weights
+        if attention is None:
             attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        recurrent = self.num_recurrent_layers * self.recurrent_weights
+        mlps = self.num_layers * 3 * self.hidden_size * self.intermediate_size
+        return self.num_attention_layers * attention + recurrent + mlps
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.num_layers - self.num_recurrent_layers
 
     @property
     def num_head_weights(self) -> int:
@@ -50,12 +61,12 @@ class ModelShape:
     def kv_bytes_per_token(self) -> int:
         """Keys and values, or latent rows, of one token, all layers."""
         num_values = self.latent_row_size or 2 * self.num_kv_heads * self.head_dim
-        return self.num_layers * num_values * self.bytes_per_value
+        return self.num_attention_layers * num_values * self.bytes_per_value
 
     @property
     def flops_per_pair(self) -> int:
         """Arithmetic of a token and one it attends to: products of query and key, and of weight and value."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+        return 4 * self.num_attention_layers * self.num_heads * self.head_dim
 
     def product_flops(self, shape: StepShape) -> int:
         """Return the arithmetic of a step's products with weights; one prompt token of the step goes through the head.

@@ -11,7 +11,6 @@ import torch
 
 from engine.kv_store import KvShape
 from engine.weights.config import DecoderConfig
-from engine.weights.latent import LatentConfig
 from engine.weights.layout import layer_projections
 from engine.weights.precision import cpu_has_bfloat16
 from engine.work import DeviceRates, ModelShape, StepFloors
@@ -27,7 +26,7 @@ _READ_BYTES_AT_START = 1 << 27
 
 def model_shape(config: DecoderConfig) -> ModelShape:
     """Return what the arithmetic of a decoder is counted from, in bfloat16."""
-    latent = config.latent
+    latent, recurrent = config.latent, config.recurrent
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -37,15 +36,22 @@ def model_shape(config: DecoderConfig) -> ModelShape:
         intermediate_size=sum(map(config.multiplied_size, range(config.num_layers))) // config.num_layers,
         vocab_size=config.vocab_size,
         latent_row_size=None if latent is None else latent.row_size,
-        latent_weights=0 if latent is None else _latent_weights(config, latent),
+        attention_weights=_weights_before_mlp(config, is_recurrent=False),
+        num_recurrent_layers=0 if recurrent is None else len(recurrent.layers),
+        recurrent_weights=0 if recurrent is None else _weights_before_mlp(config, is_recurrent=True),
     )
 
 
-def _latent_weights(config: DecoderConfig, latent: LatentConfig) -> int:
-    """Return the number of weights of one layer's attention."""
-    fields = ("qkv", "query_up", "output")
-    products = (sum(each.rows) * each.in_features for each in layer_projections(config, 0) if each.field in fields)
-    return sum(products) + config.num_heads * (latent.nope_dim + latent.value_dim) * latent.rank
+def _weights_before_mlp(config: DecoderConfig, *, is_recurrent: bool) -> int:
+    """Return the number of weights of one layer's attention or recurrence."""
+    fields, latent = ("qkv", "query_up", "output"), config.latent
+    kinds = (config.recurrent_of(layer_idx) is not None for layer_idx in range(config.num_layers))
+    layer_idx = list(kinds).index(is_recurrent)
+    found = (each for each in layer_projections(config, layer_idx) if each.field in fields)
+    products = sum(sum(each.rows) * each.in_features for each in found)
+    return (
+        products if latent is None else products + config.num_heads * (latent.nope_dim + latent.value_dim) * latent.rank
+    )
 
 
 def measure_floors(

@@ -36,6 +36,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # old exports repeat what the config states
 MTP_PREFIX = "model.mtp_layers."
 """Begin of the names of draft layers in a model's own checkpoint, which the model does without."""
+_OTHER_MTP_PREFIX = "mtp."
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -136,7 +137,7 @@ def _fill_plain(checkpoint: Checkpoint, weights: DecoderWeights, config: Decoder
 
 def _draft_prefixes(config: DecoderConfig) -> tuple[str, ...]:
     behind = range(config.num_layers, config.num_layers + config.num_draft_layers)
-    return MTP_PREFIX, *(f"model.layers.{layer_idx}." for layer_idx in behind)
+    return MTP_PREFIX, _OTHER_MTP_PREFIX, *(f"model.layers.{layer_idx}." for layer_idx in behind)
 
 
 def _tensor(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:

@@ -38,7 +38,8 @@ class StepOps(Protocol):
     ) -> Tensor:
         """Return the attention of the new tokens over their contexts, [num_tokens, num_heads * head_dim].
 
-        qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] has the projected query, key and value heads. Query
+        qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] has the projected query, key and value heads; with
+        `has_gated_attention`, a gate behind each query head, whose sigmoid multiplies what the head has attended. Query
         and key heads are normalised (q_norm, k_norm [head_dim], or None) and rotated to their positions, and the new
         keys and values are written to the layer's pages before the read. Each of the sinks [num_heads] is a logit that
         joins its head's softmax and has no value. Mutates the pages, and may mutate qkv.

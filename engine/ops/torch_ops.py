@@ -84,12 +84,16 @@ class TorchStepOps:
     ) -> Tensor:
         """See `StepOps`."""
         config = self._config
+        gates = None
+        if config.has_gated_attention:
+            qkv, gates = apart_from_gates(config, qkv)
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             query, key = self.rms_norm(query, q_norm), self.rms_norm(key, k_norm)
         query, key = (rotate(heads, *self._angles[layer_idx]) for heads in (query, key))
-        return self._attention.attend(layer_idx, query, key, value, sinks).flatten(1)
+        attended = self._attention.attend(layer_idx, query, key, value, sinks)
+        return (attended if gates is None else attended * gates.sigmoid()).flatten(1)
 
     def attend_latent(self, layer_idx: int, compressed: Tensor, weights: LatentWeights) -> Tensor:
         """See `LatentStepOps`."""
@@ -119,6 +123,16 @@ class TorchStepOps:
         """See `StepOps`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return activate(gate, self._config.activation) * up
+
+
+def apart_from_gates(config: DecoderConfig, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return heads of query, key and value, contiguous, and the gates [num_tokens, num_heads, head_dim], a view.
+
+    qkv [num_tokens, (2 * num_heads + 2 * num_kv_heads) * head_dim] has each query head before its gate.
+    """
+    gated, others = qkv.tensor_split([2 * config.attended_size], dim=1)
+    queries, gates = gated.view(len(qkv), config.num_heads, 2, config.head_dim).unbind(2)
+    return torch.cat((queries.flatten(1), others), dim=1), gates
 
 
 def recur_in_torch(

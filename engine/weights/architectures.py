@@ -42,6 +42,8 @@ class ExpertKeys:
     """None: no expert is shared."""
     has_normalised_weights: bool | None = None
     """None: `norm_topk_prob` decides."""
+    default_has_normalised_weights: bool = False
+    """`norm_topk_prob`, where config.json has none."""
     default_choice: str = "greedy"
     """`topk_method`, where config.json has none."""
     default_scores: str = "softmax"
@@ -85,6 +87,9 @@ class Architecture:
     """Base of layers with a window, which have rotary frequencies of their own; None: they have those of the others."""
     default_eps: float = 1e-6
     has_latent_attention: bool = False
+    default_rotary_part: float | None = None
+    """Default of `partial_rotary_factor`, the part of a head that is rotated; None: a whole head is."""
+    has_gated_attention: bool = False
     recurrence: Recurrence | None = None
     """None: every layer has attention."""
     draft_layers: str | None = None
@@ -106,6 +111,29 @@ _DEEPSEEK_EXPERTS = ExpertKeys(
     shared=SharedKeys(size="n_shared_experts", counts_experts=True, module="shared_experts", gate=None),
     module="mlp",
     projections=("gate_proj", "up_proj", "down_proj"),
+)
+_QWEN_SHARED_EXPERTS = ExpertKeys(
+    num_experts=("num_experts",),
+    intermediate_size="moe_intermediate_size",
+    shared=SharedKeys(
+        size="shared_expert_intermediate_size",
+        counts_experts=False,
+        module="shared_expert",
+        gate="shared_expert_gate",
+    ),
+    module="mlp",
+    projections=("gate_proj", "up_proj", "down_proj"),
+)
+_QWEN3_NEXT = Architecture(
+    has_qkv_bias=None,
+    has_qk_norm=True,
+    default_head_dim=256,
+    default_num_kv_heads=2,
+    default_rotary_part=0.25,
+    has_gated_attention=True,
+    has_offset_norms=True,
+    recurrence=Recurrence.GROUPED_DELTA,
+    experts=replace(_QWEN_SHARED_EXPERTS, default_has_normalised_weights=True),
 )
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(has_qkv_bias=None, reads_mlp_bias=True),
@@ -171,18 +199,7 @@ ARCHITECTURES = {
         has_layer_types=True,
         has_alternating_windows=True,
         default_num_kv_heads=16,
-        experts=ExpertKeys(
-            num_experts=("num_experts",),
-            intermediate_size="moe_intermediate_size",
-            shared=SharedKeys(
-                size="shared_expert_intermediate_size",
-                counts_experts=False,
-                module="shared_expert",
-                gate="shared_expert_gate",
-            ),
-            module="mlp",
-            projections=("gate_proj", "up_proj", "down_proj"),
-        ),
+        experts=_QWEN_SHARED_EXPERTS,
     ),
     # Qwen2 with a draft layer in the same checkpoint.
     "MiMoForCausalLM": Architecture(has_qkv_bias=True, has_layer_types=True, default_num_kv_heads=32),
@@ -210,4 +227,6 @@ ARCHITECTURES = {
             projections=("gate_proj", "up_proj", "down_proj"),
         ),
     ),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": replace(_QWEN3_NEXT, default_num_kv_heads=4, recurrence=Recurrence.DELTA, experts=None),
 }

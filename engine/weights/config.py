@@ -15,7 +15,7 @@ from engine.weights.delta import parse_delta
 from engine.weights.experts import ExpertsConfig, parse_experts
 from engine.weights.latent import LatentConfig, parse_latent
 from engine.weights.recurrent import RecurrentConfig
-from engine.weights.rope_config import RopeConfig, RopeType, longest_text, parse_ropes
+from engine.weights.rope_config import RopeConfig, RopeType, longest_text, parse_ropes, rotary_dim
 
 __all__ = [
     "DecoderConfig",
@@ -72,6 +72,10 @@ class DecoderConfig:
     """Whether a checkpoint has norms' weights less one. Such a norm is rounded behind its weight, others before it."""
     has_output_norms: bool = False
     """Whether what attention and MLP add to the residual stream is normalised first."""
+    rotary_dim: int | None = None
+    """Values of a head that are rotated, the first ones; None: all."""
+    has_gated_attention: bool = False
+    """Whether what a head attends to is multiplied by the sigmoid of a gate, whose rows follow its query's."""
     has_sinks: bool = False
     """Whether a learned logit of each query head joins its softmax (attention sinks)."""
 
@@ -100,7 +104,7 @@ class DecoderConfig:
     @property
     def rope_dim(self) -> int:
         """Values of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return (self.rotary_dim or self.head_dim) if self.latent is None else self.latent.rope_dim
 
     @property
     def attended_size(self) -> int:
@@ -185,6 +189,8 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         has_scaled_embeddings=architecture.has_scaled_embeddings,
         has_offset_norms=architecture.has_offset_norms,
         has_output_norms=architecture.has_output_norms,
+        rotary_dim=rotary_dim(raw, architecture, head_dim),
+        has_gated_attention=architecture.has_gated_attention,
     )
 
 

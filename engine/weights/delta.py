@@ -147,5 +147,5 @@ def _layers(raw: Mapping[str, Any]) -> frozenset[int]:
     if len(layer_types) != num_layers:
         raise UnsupportedModel(f"layer_types names {len(layer_types)} layers of {num_layers}")
     if "full_attention" not in layer_types:
-        raise UnsupportedModel("layer_types names no layer with attention; models of recurrent layers alone are refused")
+        raise UnsupportedModel("layer_types: models without any full_attention are not supported")
     return frozenset(i for i, kind in enumerate(layer_types) if kind == "linear_attention")

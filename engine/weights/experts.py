@@ -97,11 +97,13 @@ def parse_experts(raw: Mapping[str, Any], keys: ExpertKeys) -> ExpertsConfig:
     if num_chosen > num_eligible:
         raise UnsupportedModel(f"num_experts_per_tok: {num_chosen} is more than the {num_eligible} experts")
     size, normalises = positive(raw, keys.intermediate_size, at_most=MAX_SIZE), keys.has_normalised_weights
+    if normalises is None:
+        normalises = bool(raw.get("norm_topk_prob", keys.default_has_normalised_weights))
     return ExpertsConfig(
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate_size=size,
-        has_normalised_weights=bool(raw.get("norm_topk_prob", False)) if normalises is None else normalises,
+        has_normalised_weights=normalises,
         dense_layers=_dense_layers(raw),
         module=keys.module,
         projections=keys.projections,

@@ -87,7 +87,7 @@ def layer_projections(config: DecoderConfig, layer_idx: int) -> Iterator[FusedPr
 def _before_attention(config: DecoderConfig, module: str) -> Iterator[FusedProjection]:
     latent, hidden_size, q_size = config.latent, config.hidden_size, config.num_heads * config.head_dim
     if latent is None:
-        kv_size = config.num_kv_heads * config.head_dim
+        q_size, kv_size = q_size * (2 if config.has_gated_attention else 1), config.num_kv_heads * config.head_dim
         rows = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
     else:
         q_size = config.num_heads * latent.query_dim

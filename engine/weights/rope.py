@@ -40,7 +40,10 @@ def layer_ropes(config: DecoderConfig, device: torch.device) -> tuple[RotaryEmbe
 
 
 def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Return heads [num_tokens, num_heads, head_dim] rotated to their positions."""
+    """Return heads [num_tokens, num_heads, head_dim], of which as many values as there are angles are rotated."""
+    if heads.shape[-1] > cos.shape[-1]:
+        turned, others = heads.tensor_split([cos.shape[-1]], dim=-1)
+        return torch.cat((rotate(turned, cos, signed_sin), others), dim=-1)
     return heads * cos + heads.roll(heads.shape[-1] // 2, dims=-1) * signed_sin
 
 

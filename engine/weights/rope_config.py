@@ -58,15 +58,31 @@ def parse_ropes(raw: Mapping[str, Any], architecture: Architecture) -> tuple[Rop
     Raises UnsupportedModel, naming the unsupported feature.
     """
     params, windowed = _stated(raw), None
+    parts = [] if architecture.default_rotary_part is not None else [raw, params]
     if architecture.default_windowed_theta is not None:
         by_kind = raw.get("rope_parameters") or {}
         # The old spelling stretches only layers without a window.
         params = {**(by_kind.get("full_attention") or {}), **(raw.get("rope_scaling") or {})}
         theta = raw.get("rope_local_base_freq") or architecture.default_windowed_theta
+        parts += by_kind.values()
         windowed = _parse(raw, by_kind.get("sliding_attention") or {}, theta)
     if any(isinstance(value, Mapping) for value in params.values()):
         raise UnsupportedModel("rope_parameters that differ by layer are not supported")
+    if any((part.get("partial_rotary_factor") or 1.0) != 1.0 for part in parts):
+        raise UnsupportedModel("partial_rotary_factor is not supported")
     return _parse(raw, params, raw.get("rope_theta") or architecture.default_theta), windowed
+
+
+def rotary_dim(raw: Mapping[str, Any], architecture: Architecture, head_dim: int) -> int | None:
+    """Return how many values of a head are rotated; None: all. Raises UnsupportedModel."""
+    if architecture.default_rotary_part is None:
+        return None
+    stated = _stated(raw).get("partial_rotary_factor") or raw.get("partial_rotary_factor")
+    part = float(stated or architecture.default_rotary_part)
+    size = int(head_dim * part)
+    if not 0 < size <= head_dim or size % 2:
+        raise UnsupportedModel(f"partial_rotary_factor: {part} of {head_dim} values are no pairs")
+    return None if size == head_dim else size
 
 
 def longest_text(raw: Mapping[str, Any]) -> int:
@@ -93,8 +109,6 @@ def _parse(raw: Mapping[str, Any], params: Mapping[str, Any], theta: float) -> R
     name = params.get("rope_type", params.get("type", "default"))
     if name not in {kind.value for kind in RopeType}:
         raise UnsupportedModel(f"rope_type: {name!r} is not supported")
-    if (params.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UnsupportedModel("partial_rotary_factor is not supported")
     rope_type = RopeType(name)
     max_positions = positive(raw, "max_position_embeddings")
     original = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")

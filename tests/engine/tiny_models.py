@@ -105,9 +105,30 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, "rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
 }
+# Heads of sizes that no kernel takes; two value heads share a key head.
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+_DELTA_EXPERTS = {**_DELTA, **_SMALL_EXPERTS, "shared_expert_intermediate_size": 40}
+DELTA: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", _DELTA_EXPERTS),
+    "qwen3_next-dense-layer": (
+        "qwen3_next",
+        {**_DELTA_EXPERTS, "mlp_only_layers": [1], "attention_bias": True, "linear_conv_kernel_dim": 3},
+    ),
+    "qwen3_5": ("qwen3_5_text", {**_DELTA, "linear_num_value_heads": 2}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA_EXPERTS),
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **MIXTURES,
     **LATENT,
+    **DELTA,
     "qwen2_moe-window": ("qwen2_moe", {**_SMALL_EXPERTS, **_WINDOWED, "shared_expert_intermediate_size": 24}),
     "gemma3": (
         "gemma3_text",

@@ -16,13 +16,14 @@
 namespace kvrelay {
 
 template <typename T>
-inline void rotate(const T* head, const float* cos, const float* sin, int64_t half, T* to) {
+inline void rotate(const T* head, const float* cos, const float* sin, int64_t half, int64_t dim, T* to) {
     for (int64_t i = 0; i < half; i += kLanes) {
         F32x16 a = load_wide(head + i), b = load_wide(head + half + i);
         F32x16 c = load<F32x16>(cos + i), s = load<F32x16>(sin + i);
         store_narrow(to + i, a * c - b * s);
         store_narrow(to + half + i, b * c + a * s);
     }
+    if (to != head) std::copy(head + 2 * half, head + dim, to + 2 * half);
 }
 
 // Write one token's rotated keys, and its values, as codes.
@@ -46,7 +47,7 @@ inline void write_codes(const Step& step, const Layer<T>& layer, const T* keys, 
 // keys: queries are mixed too.
 template <typename T>
 void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
-    int64_t dim = step.head_dim, half = dim / 2, num_rotated = step.num_heads + step.num_kv_heads;
+    int64_t dim = step.head_dim, half = step.rope_dim / 2, num_rotated = step.num_heads + step.num_kv_heads;
 #pragma omp parallel for schedule(static) if (step.num_tokens >= kMinParallelRows)
     for (int64_t token = 0; token < step.num_tokens; token++) {
         T* row = qkv + token * step.row_size();
@@ -58,7 +59,7 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
             const float* norm = is_query ? layer.q_norm : layer.k_norm;
             if (norm) norm_row(head, norm, head, dim, step.norm_eps);
             bool is_in_place = is_query || layer.has_codes();
-            rotate(head, cos, sin, half, is_in_place ? head : layer.keys + slot + (h - step.num_heads) * dim);
+            rotate(head, cos, sin, half, dim, is_in_place ? head : layer.keys + slot + (h - step.num_heads) * dim);
             if (is_query && layer.format == PageFormat::kInt4) mix_row(head, dim);
         }
         const T *keys = row + step.num_heads * dim, *values = row + num_rotated * dim;

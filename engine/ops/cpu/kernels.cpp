@@ -1,4 +1,5 @@
 // The C interface of the kernels; `library.py` declares it to Python. Suffixes name the number format.
+#include "delta.h"
 #include "draw.h"
 #include "layer.h"
 
@@ -38,9 +39,16 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     void kvrelay_attend_##suffix(const Step* step, const Layer<T>* layer, T* qkv, T* output) {                         \
         attend(*step, *layer, qkv, output);                                                                            \
     }                                                                                                                  \
+    void kvrelay_gate_heads_##suffix(T* heads, const T* gates, int64_t rows, int64_t size, int64_t stride) {           \
+        gate_heads(heads, gates, rows, size, stride);                                                                  \
+    }                                                                                                                  \
+    void kvrelay_run_delta_##suffix(                                                                                   \
+        const Step* step, const States* states, const Delta* delta, const T* projected, T* output) {                   \
+        run_delta(*step, *states, *delta, projected, output);                                                          \
+    }                                                                                                                  \
     void kvrelay_run_layer_##suffix(                                                                                   \
         const Step* step, const Layer<T>* pages, const LayerWeights<T>* weights, const Activations<T>* to) {           \
-        run_layer(*step, *pages, *weights, *to);                                                                       \
+        run_layer(*step, pages, *weights, *to);                                                                        \
     }
 
 #pragma GCC visibility push(default)

@@ -21,17 +21,20 @@ struct Activations {
     T* normed;     // [hidden_size], in and out
     T* projected;  // [hidden_size], scratch
     T* qkv;        // [(num_heads + 2 * num_kv_heads) * head_dim], scratch
-    T* attended;   // [num_heads * head_dim], scratch
+    T* attended;   // [num_heads * head_dim], scratch with pages, else in
     T* gate_up;    // [2 * the largest intermediate size], scratch
     T* expanded;   // [the largest intermediate size], scratch
 };
 
-// All threads. Writes the new tokens' pages.
+// Without `pages` (null), `attended` has already what the layer has in place of attention. All threads. Writes the new
+// tokens' pages.
 template <typename T>
-void run_layer(const Step& step, const Layer<T>& pages, const LayerWeights<T>& weights, const Activations<T>& to) {
+void run_layer(const Step& step, const Layer<T>* pages, const LayerWeights<T>& weights, const Activations<T>& to) {
     int64_t rows = step.num_tokens, hidden_size = weights.output.columns;
-    weights.qkv(to.normed, to.qkv, rows);
-    attend(step, pages, to.qkv, to.attended);
+    if (pages) {
+        weights.qkv(to.normed, to.qkv, rows);
+        attend(step, *pages, to.qkv, to.attended);
+    }
     weights.output(to.attended, to.projected, rows);
     auto norm_output = [&](const float* norm) {
         if (norm) rms_norm(to.projected, norm, to.projected, rows, hidden_size, step.norm_eps);

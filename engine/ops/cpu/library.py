@@ -30,7 +30,7 @@ class Step(ctypes.Structure):
     _fields_ = [
         *(
             (name, c_int64)
-            for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size")
+            for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "rope_dim", "block_size")
         ),
         *(
             (name, c_void_p)
@@ -52,6 +52,39 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm", "sinks", "cos", "sin")),
         ("window", c_int64),
         ("page_format", c_int64),
+    ]
+
+
+class States(ctypes.Structure):
+    """`States` of recurrent.h."""
+
+    _fields_ = [*((name, c_void_p) for name in ("pages", "sources", "targets")), ("size", c_int64)]
+
+
+class Convolution(ctypes.Structure):
+    """`Convolution` of recurrent.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("weights", "bias")),
+        *((name, c_int64) for name in ("channels", "taps")),
+    ]
+
+
+class Features(ctypes.Structure):
+    """`Features` of delta.h."""
+
+    _fields_ = [(name, c_int64) for name in ("begin", "stride")]
+
+
+class Delta(ctypes.Structure):
+    """`Delta` of delta.h."""
+
+    _fields_ = [
+        ("convolution", Convolution),
+        *((name, c_void_p) for name in ("step_bias", "log_decay", "norm")),
+        *((name, c_int64) for name in ("num_key_heads", "num_heads", "key_dim", "value_dim")),
+        *((name, Features) for name in ("query", "key", "value", "gate", "rate", "decay")),
+        ("row_size", c_int64),
     ]
 
 
@@ -154,6 +187,8 @@ class CpuKernels:
         self.add_rms_norm = function("add_rms_norm", None, *(address,) * 4, count, count, c_float)
         self.gate_mul = function("gate_mul", None, count, address, address, count, count)
         self.attend = function("attend", None, POINTER(Step), POINTER(Layer), address, address)
+        self.gate_heads = function("gate_heads", None, address, address, count, count, count)
+        self.run_delta = function("run_delta", None, POINTER(Step), POINTER(States), POINTER(Delta), address, address)
         self.run_layer = function(
             "run_layer", None, POINTER(Step), POINTER(Layer), POINTER(PackedLayer), POINTER(Activations)
         )

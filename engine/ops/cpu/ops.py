@@ -3,7 +3,9 @@
 import ctypes
 import math
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,10 @@ from engine.ops.cpu.library import (
     Step,
 )
 from engine.ops.cpu.linear import PackedLinear
+from engine.ops.cpu.recurrent import CpuRecurrence, can_recur
 from engine.ops.metadata import AttentionMetadata, Ints, SequenceSpan
 from engine.ops.recurrent import StepStates
-from engine.ops.torch_ops import recur_in_torch
+from engine.ops.torch_ops import apart_from_gates
 from engine.pages.kv_cache import TorchKvStore
 from engine.weights.config import DecoderConfig
 from engine.weights.decoder_weights import DecoderWeights, LayerWeights, Moe, Projection, RecurrentWeights
@@ -39,7 +42,8 @@ def can_attend(config: DecoderConfig) -> bool:
 
     They read keys and values, no latent rows.
     """
-    return config.head_dim % _HEAD_DIM_MULTIPLE == 0 and config.latent is None
+    takes_heads = not any(dim % _HEAD_DIM_MULTIPLE for dim in (config.head_dim, config.rope_dim))
+    return takes_heads and config.latent is None and can_recur(config.recurrent)
 
 
 class CpuOps:
@@ -63,6 +67,7 @@ class CpuOps:
         ]
 
         self._windowed = frozenset(store.shape.window_layers)
+        self._recurrence = None if config.recurrent is None else CpuRecurrence(config.recurrent, kernels)
 
     def plan(self, metadata: AttentionMetadata) -> "CpuStepOps":
         """Prepare a step; see `Ops`. Kernels read the sequences' own block tables."""
@@ -72,8 +77,10 @@ class CpuOps:
             apart = metadata.on_window_pages(self._store.window_page_of)
             on_window_pages = _PlannedStep(apart, self._config, self._ropes)
         by_layer = [on_window_pages if i in self._windowed else planned for i in range(self._config.num_layers)]
-        states = StepStates(metadata, self._store) if self._config.recurrent is not None else None
-        return CpuStepOps(self._config, self.kernels, self._layers, by_layer, states)
+        recur = None
+        if self._recurrence is not None:
+            recur = partial(self._recurrence.run, StepStates(metadata, self._store))
+        return CpuStepOps(self._config, self.kernels, self._layers, by_layer, recur)
 
 
 class _PlannedStep:
@@ -93,6 +100,7 @@ class _PlannedStep:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            rope_dim=config.rope_dim,
             block_size=metadata.block_size,
             slot_mapping=metadata.slot_mapping.ctypes.data,
             mirror_start_loc=_data(metadata.mirror_start_loc),
@@ -119,11 +127,11 @@ class CpuStepOps:
         kernels: CpuKernels,
         layers: Seq[Layer],
         planned: Seq[_PlannedStep],
-        states: StepStates | None = None,
+        recur: Callable[[Any, int, Tensor, RecurrentWeights], Tensor] | None = None,
     ) -> None:
-        """`planned`: the step as each layer sees it; `states`: of a model with recurrent layers."""
+        """`planned`: the step as each layer sees it; `recur`: of a model with recurrent layers, takes its address."""
         self._config = config
-        self._states = states
+        self._recur = recur
         self._kernels = kernels
         self._layers = layers
         self._planned = planned
@@ -153,9 +161,12 @@ class CpuStepOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `StepOps`; mutates qkv."""
-        pages = self.pages(layer_idx, q_norm, k_norm, sinks)
-        attended = torch.empty((qkv.shape[0], self._config.num_heads * self._config.head_dim), dtype=qkv.dtype)
-        self._kernels.attend(self.address(layer_idx), pages, qkv.data_ptr(), attended.data_ptr())
+        config, pages = self._config, self.pages(layer_idx, q_norm, k_norm, sinks)
+        heads, gates = apart_from_gates(config, qkv) if config.has_gated_attention else (qkv, None)
+        attended = torch.empty((qkv.shape[0], config.attended_size), dtype=qkv.dtype)
+        self._kernels.attend(self.address(layer_idx), pages, heads.data_ptr(), attended.data_ptr())
+        if gates is not None:
+            self._kernels.gate_heads(attended.data_ptr(), gates.data_ptr(), *attended.shape, gates.stride(0))
         return attended
 
     def pages(self, layer_idx: int, q_norm: Tensor | None, k_norm: Tensor | None, sinks: Tensor | None) -> Any:
@@ -167,8 +178,8 @@ class CpuStepOps:
 
     def recur(self, layer_idx: int, projected: Tensor, weights: RecurrentWeights) -> Tensor:
         """See `RecurrentStepOps`."""
-        assert self._states is not None, f"{self._config} has no recurrent layers"
-        return recur_in_torch(self._config, layer_idx, projected, weights, self._states)
+        assert self._recur is not None, f"{self._config} has no recurrent layers"
+        return self._recur(self.address(layer_idx), layer_idx, projected, weights)
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -232,7 +243,15 @@ class CpuDecoder:
         for layer_idx, (layer, packed) in enumerate(zip(weights.layers, self._layers, strict=True)):
             if layer_idx in layers:
                 tapped[layer_idx] = residual.clone()
-            pages = step.pages(layer_idx, layer.q_norm, layer.k_norm, layer.sinks)
+            pages = None
+            if layer.recurrent is not None:
+                attended = step.recur(layer_idx, layer.qkv(normed), layer.recurrent)
+                activations.attended = attended.data_ptr()
+            elif config.has_gated_attention:
+                attended = step.attend(layer_idx, layer.qkv(normed), layer.q_norm, layer.k_norm, layer.sinks)
+                activations.attended = attended.data_ptr()
+            else:
+                pages = step.pages(layer_idx, layer.q_norm, layer.k_norm, layer.sinks)
             self.kernels.run_layer(step.address(layer_idx), pages, ctypes.byref(packed), to)
         if len(self._layers) in layers:
             tapped[len(self._layers)] = residual
@@ -254,9 +273,8 @@ class CpuDecoder:
 
 
 def can_run(weights: DecoderWeights) -> bool:
-    """Whether every projection is packed, and every layer has attention; else `Decoder` calls them one by one."""
-    has_attention = all(layer.recurrent is None for layer in weights.layers)
-    return has_attention and all(isinstance(projection, PackedLinear) for projection in weights.projections())
+    """Whether every projection is packed; else `Decoder` calls them one by one."""
+    return all(isinstance(projection, PackedLinear) for projection in weights.projections())
 
 
 def _packed_layer(layer: LayerWeights, next_norm: Tensor) -> PackedLayer:

@@ -16,7 +16,7 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 // One step, as `library.py` describes it. Counts, then addresses; everything int64 but tables.
 struct Step {
-    int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
+    int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, rope_dim, block_size;
     const int64_t* slot_mapping;      // [num_tokens]
     const int64_t* mirror_start_loc;  // [num_tokens + 1] or null: bounds of the tokens' further slots
     const int64_t* mirror_slots;
@@ -38,7 +38,7 @@ struct Layer {
     const float* q_norm;  // [head_dim] or null
     const float* k_norm;
     const T* sinks;  // [num_heads] or null: logits that join the softmax of their query head and have no value
-    const float *cos, *sin;  // [num_tokens, head_dim / 2]
+    const float *cos, *sin;  // [num_tokens, rope_dim / 2]
     int64_t window;  // 0: none
     PageFormat format;
 
