@@ -229,4 +229,9 @@ ARCHITECTURES = {
     ),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": replace(_QWEN3_NEXT, default_num_kv_heads=4, recurrence=Recurrence.DELTA, experts=None),
+    "Qwen3_5MoeForCausalLM": replace(
+        _QWEN3_NEXT,
+        recurrence=Recurrence.DELTA,
+        experts=replace(_QWEN_SHARED_EXPERTS, has_normalised_weights=True),
+    ),
 }

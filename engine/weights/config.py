@@ -161,10 +161,12 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     rope, windowed_rope = parse_ropes(raw, architecture)
     has_attention_bias = bool(raw.get("attention_bias", architecture.default_attention_bias))
     follows_config = architecture.has_qkv_bias is None
+    experts = None if architecture.experts is None else parse_experts(raw, architecture.experts)
+    default_size = None if experts is None or experts.dense_layers else experts.intermediate_size
     return DecoderConfig(
         vocab_size=positive(raw, "vocab_size", at_most=MAX_SIZE),
         hidden_size=hidden_size,
-        intermediate_size=positive(raw, "intermediate_size", at_most=MAX_SIZE),
+        intermediate_size=positive(raw, "intermediate_size", default=default_size, at_most=MAX_SIZE),
         num_layers=positive(raw, "num_hidden_layers", at_most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -178,7 +180,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         has_tied_embeddings=bool(raw.get("tie_word_embeddings", architecture.default_has_tied_embeddings)),
         windows=_windows(raw, architecture),
         rope=rope,
-        experts=None if architecture.experts is None else parse_experts(raw, architecture.experts),
+        experts=experts,
         has_sinks=architecture.has_sinks,
         latent=latent,
         recurrent=_recurrent(raw, architecture),
