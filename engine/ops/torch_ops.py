@@ -93,7 +93,7 @@ class TorchStepOps:
             query, key = self.rms_norm(query, q_norm), self.rms_norm(key, k_norm)
         query, key = (rotate(heads, *self._angles[layer_idx]) for heads in (query, key))
         attended = self._attention.attend(layer_idx, query, key, value, sinks)
-        return (attended if gates is None else attended * gates.sigmoid()).flatten(1)
+        return attended.flatten(1) if gates is None else attended.flatten(1) * gates.sigmoid()
 
     def attend_latent(self, layer_idx: int, compressed: Tensor, weights: LatentWeights) -> Tensor:
         """See `LatentStepOps`."""
@@ -126,13 +126,13 @@ class TorchStepOps:
 
 
 def apart_from_gates(config: DecoderConfig, qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return heads of query, key and value, contiguous, and the gates [num_tokens, num_heads, head_dim], a view.
+    """Return the heads of query, key and value, and the gates [num_tokens, num_heads * head_dim], contiguous.
 
     qkv [num_tokens, (2 * num_heads + 2 * num_kv_heads) * head_dim] has each query head before its gate.
     """
     gated, others = qkv.tensor_split([2 * config.attended_size], dim=1)
     queries, gates = gated.view(len(qkv), config.num_heads, 2, config.head_dim).unbind(2)
-    return torch.cat((queries.flatten(1), others), dim=1), gates
+    return torch.cat((queries.flatten(1), others), dim=1), gates.flatten(1)
 
 
 def recur_in_torch(

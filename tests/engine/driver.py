@@ -19,6 +19,7 @@ from engine.executor import Executor, ScheduledSequence, StepHandle, StepResult
 from engine.kv_store import has_windows
 from engine.loading import load_executor
 from engine.options import EngineOptions, ModelDescription
+from engine.pages.window_pages import NO_PAGE
 from engine.request import EngineRequest
 from engine.runner import ModelExecutor
 from engine.sequence import Sequence
@@ -68,7 +69,12 @@ class Driver:
         self.num_overlapped = 0
         """Input tokens so far whose ids were not known at the launch."""
         self._block_size = executor.kv.shape.block_size
-        if has_windows(executor.kv):  # a window page for every block
+        self._free_states: list[int] = []
+        if executor.kv.shape.state_layers:
+            assert has_windows(executor.kv), f"{executor.kv} has no pages for states"
+            executor.kv.window_page_of[:] = array("i", [NO_PAGE]) * executor.kv.num_blocks
+            self._free_states += range(executor.kv.num_window_pages)
+        elif has_windows(executor.kv):  # a window page for every block
             executor.kv.window_page_of[:] = array("i", range(executor.kv.num_blocks))
         self.free = [BlockId(i) for i in range(executor.kv.num_blocks)]
         random.Random(seed).shuffle(self.free)
@@ -101,6 +107,7 @@ class Driver:
             table = item.sequence.block_table
             while len(table) * self._block_size < item.sequence.num_computed + item.num_new_tokens:
                 table.append(self.free.pop())
+            self._attach_states(item)
         self._in_flight.append((batch, self.executor.launch(batch)))
         self._pending_rows.clear()
         row = 0
@@ -109,6 +116,20 @@ class Driver:
             if item.num_samples:
                 self._pending_rows[item.sequence] = row
             row += item.num_samples
+
+    def _attach_states(self, item: ScheduledSequence) -> None:
+        """Leave a state page to the block of the latest token, and give one to that in which the step ends."""
+        store, sequence = self.executor.kv, item.sequence
+        if not store.shape.state_layers or not has_windows(store):
+            return
+        ends = (sequence.num_computed, sequence.num_computed + item.num_new_tokens)
+        source, target = (sequence.block_table[max(0, end - 1) // self._block_size] for end in ends)
+        for block_id in sequence.block_table:
+            if block_id != source and store.window_page_of[block_id] != NO_PAGE:
+                self._free_states.append(store.window_page_of[block_id])
+                store.window_page_of[block_id] = NO_PAGE
+        if store.window_page_of[target] == NO_PAGE:
+            store.window_page_of[target] = self._free_states.pop(0)
 
     def take(self) -> list[StepResult]:
         """Take the oldest step's results; appends the first sample's token to each sequence."""
@@ -123,6 +144,7 @@ class Driver:
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's pages while nothing is in flight."""
         assert not self._in_flight
+        assert not self.executor.kv.shape.state_layers, "the pages of states would stay"
         self.free.extend(BlockId(block_id) for block_id in reversed(sequence.block_table))
         sequence.block_table = array("i")
         sequence.num_computed = 0

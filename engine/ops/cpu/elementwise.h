@@ -92,14 +92,14 @@ void gate_mul(Activation activation, const T* gate_up, T* to, int64_t rows, int6
     }
 }
 
-// heads *= 1 / (1 + e^-gates), with rows of gates `stride` apart.
+// heads *= 1 / (1 + e^-gates), [rows, size] each; size is a multiple of sixteen.
 template <typename T>
-void gate_heads(T* heads, const T* gates, int64_t rows, int64_t size, int64_t stride) {
+void gate_heads(T* heads, const T* gates, int64_t rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (rows >= kMinParallelRows)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < size; i += kLanes) {
             T* to = heads + row * size + i;
-            store_narrow(to, times_logistic(load_wide(to), load_wide(gates + row * stride + i)));
+            store_narrow(to, times_logistic(load_wide(to), load_wide(gates + row * size + i)));
         }
 }
 

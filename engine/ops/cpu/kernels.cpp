@@ -39,8 +39,8 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     void kvrelay_attend_##suffix(const Step* step, const Layer<T>* layer, T* qkv, T* output) {                         \
         attend(*step, *layer, qkv, output);                                                                            \
     }                                                                                                                  \
-    void kvrelay_gate_heads_##suffix(T* heads, const T* gates, int64_t rows, int64_t size, int64_t stride) {           \
-        gate_heads(heads, gates, rows, size, stride);                                                                  \
+    void kvrelay_gate_heads_##suffix(T* heads, const T* gates, int64_t rows, int64_t size) {                           \
+        gate_heads(heads, gates, rows, size);                                                                          \
     }                                                                                                                  \
     void kvrelay_run_delta_##suffix(                                                                                   \
         const Step* step, const States* states, const Delta* delta, const T* projected, T* output) {                   \
@@ -48,7 +48,7 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     }                                                                                                                  \
     void kvrelay_run_layer_##suffix(                                                                                   \
         const Step* step, const Layer<T>* pages, const LayerWeights<T>* weights, const Activations<T>* to) {           \
-        run_layer(*step, pages, *weights, *to);                                                                        \
+        run_layer(*step, pages, *weights, *to);                                                                       \
     }
 
 #pragma GCC visibility push(default)

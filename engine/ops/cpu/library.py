@@ -187,7 +187,7 @@ class CpuKernels:
         self.add_rms_norm = function("add_rms_norm", None, *(address,) * 4, count, count, c_float)
         self.gate_mul = function("gate_mul", None, count, address, address, count, count)
         self.attend = function("attend", None, POINTER(Step), POINTER(Layer), address, address)
-        self.gate_heads = function("gate_heads", None, address, address, count, count, count)
+        self.gate_heads = function("gate_heads", None, address, address, count, count)
         self.run_delta = function("run_delta", None, POINTER(Step), POINTER(States), POINTER(Delta), address, address)
         self.run_layer = function(
             "run_layer", None, POINTER(Step), POINTER(Layer), POINTER(PackedLayer), POINTER(Activations)

@@ -166,7 +166,7 @@ class CpuStepOps:
         attended = torch.empty((qkv.shape[0], config.attended_size), dtype=qkv.dtype)
         self._kernels.attend(self.address(layer_idx), pages, heads.data_ptr(), attended.data_ptr())
         if gates is not None:
-            self._kernels.gate_heads(attended.data_ptr(), gates.data_ptr(), *attended.shape, gates.stride(0))
+            self._kernels.gate_heads(attended.data_ptr(), gates.data_ptr(), *attended.shape)
         return attended
 
     def pages(self, layer_idx: int, q_norm: Tensor | None, k_norm: Tensor | None, sinks: Tensor | None) -> Any:
