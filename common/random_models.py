@@ -51,6 +51,46 @@ _QWEN3_MOE: Mapping[str, Any] = {
     "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
+_QWEN3_NEXT: Mapping[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10_000_000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151936,
+}
 _LLAMA_31: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -142,6 +182,9 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 48,
         "num_key_value_heads": 4,
     },
+    "qwen3-next-80b-a3b": _QWEN3_NEXT,
+    # Its layers, and a quarter of their number, with an eighth of its experts.
+    "qwen3-next-small": {**_QWEN3_NEXT, "num_experts": 64, "num_hidden_layers": 12},
     "llama-3.1-8b": {
         **_LLAMA_31,
         "hidden_size": 4096,
@@ -237,6 +280,21 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
         "num_key_value_heads": 2,
     },
+    "tiny-qwen3-next": {
+        **_QWEN3_NEXT,
+        **_TINY,
+        "full_attention_interval": 2,
+        "head_dim": 64,
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 32,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "partial_rotary_factor": 0.5,
+        "shared_expert_intermediate_size": 96,
+    },
     "tiny-deepseek": {
         **_DEEPSEEK,
         **_TINY,
@@ -268,7 +326,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "v_head_dim": 32,
     },
 }
-"""config.json of each name; the tiny ones for tests, the others as published by their makers."""
+"""config.json of each name; the tiny ones for tests, the others, but for the small one, as published by their makers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

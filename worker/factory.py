@@ -62,7 +62,7 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
         return None
     if not executor.verifies_drafts:
         logger.warning(
-            "model.speculation is off: it needs the compiled CPU kernels, and %s runs without them",
+            "model.speculation is off for %s: it needs the compiled CPU kernels, and no recurrent layers",
             executor.model_name,
         )
         return None

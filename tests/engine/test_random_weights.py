@@ -32,6 +32,7 @@ PARAMETER_COUNTS = {
     "llama-3.1-8b": 8_030_261_248,
     "deepseek-v2-lite": 15_706_484_224,
     "gpt-oss-20b": 20_914_757_184,
+    "qwen3-next-80b-a3b": 79_674_391_296,
 }
 
 
@@ -104,7 +105,7 @@ def test_config_when_published_has_the_published_number_of_parameters(name: str)
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_gives_the_tensor_names_and_shapes_of_transformers(name: str) -> None:
-    few = {"num_hidden_layers": 2}
+    few = {"num_hidden_layers": CONFIGS[name].get("full_attention_interval", 2)}
     config = parse_config({**CONFIGS[name], **few})
     ours = checkpoint_views(allocate_weights(config, dtype=torch.bfloat16, device=META), config)
     theirs = by_checkpoint_names(peer_of(folder_of(name), device=META, **few))
@@ -146,7 +147,7 @@ def test_make_random_weights_when_dtypes_differ_rounds_the_same_numbers() -> Non
 # ── a checkpoint like any other ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-llama", "tiny-moe", "tiny-deepseek"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-llama", "tiny-moe", "tiny-deepseek", "tiny-qwen3-next"])
 def test_executor_when_weights_are_random_answers_as_transformers_filled_with_them(name: str) -> None:
     folder = folder_of(name)
     peer = peer_of(folder, device=CPU).eval()
