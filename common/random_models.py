@@ -326,7 +326,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "v_head_dim": 32,
     },
 }
-"""config.json of each name; the tiny ones for tests, the others, but for the small one, as published by their makers."""
+"""config.json of each name; tiny ones for tests, a small one for one machine, the others as their makers published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from engine.ops.cpu.library import CpuKernels
-from engine.ops.cpu.ops import CpuOps, can_attend
+from engine.ops.cpu.linear import pack_projections
+from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_attend
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.pages.kv_cache import TorchKvStore, kv_shape, windowed_layers
 from engine.weights.config import DecoderConfig, parse_config
 from engine.weights.decoder_weights import RecurrentWeights
-from engine.weights.layout import allocate_weights
+from engine.weights.layout import allocate_weights, checkpoint_views
+from engine.weights.quantize import QuantizationMethod, quantize_weights
+from engine.weights.random_weights import fill_random
 from tests.engine.cpu_kernels.pages import CPU
 
 _RAW: dict[str, Any] = {
@@ -130,3 +133,29 @@ def test_heads_of_sizes_that_do_not_divide_are_left_to_torch() -> None:
     assert not can_attend(parse_config({**_RAW, "linear_key_head_dim": 24}))
     assert not can_attend(parse_config({**_RAW, "linear_value_head_dim": 24}))
     assert not can_attend(parse_config({**_RAW, "partial_rotary_factor": 0.25}))
+
+
+@pytest.mark.parametrize("method", [None, "int4"])
+def test_tokens_of_a_model_have_the_same_bits_alone_as_in_any_crowd(
+    kernels: CpuKernels, method: QuantizationMethod | None
+) -> None:
+    weights = allocate_weights(CONFIG, dtype=kernels.dtype, device=CPU)
+    fill_random(checkpoint_views(weights, CONFIG), seed=1, std=0.15)
+    if method is not None:
+        quantize_weights(weights, CONFIG, method)
+    pack_projections(weights, kernels)
+    decoder = CpuDecoder(CONFIG, weights, kernels)
+    spans = make_spans([(0, 9), (3, 1), (5, 3), (0, 1), (5, 2)])
+    token_ids = torch.randint(16, (16,))
+
+    def hidden(spans: list[SequenceSpan], token_ids: torch.Tensor, store: TorchKvStore) -> torch.Tensor:
+        step = CpuOps(CONFIG, store, kernels).plan(AttentionMetadata.from_spans(spans, block_size=BLOCK_SIZE))
+        return decoder.forward(token_ids, step)
+
+    crowd = hidden(spans, token_ids, make_store(CONFIG, kernels.dtype))
+    assert torch.isfinite(crowd).all()
+    store, begin = make_store(CONFIG, kernels.dtype), 0
+    for span in spans:
+        rows = token_ids[begin : begin + span.num_new_tokens]
+        assert torch.equal(hidden([span], rows, store), crowd[begin : begin + len(rows)])
+        begin += len(rows)
