@@ -138,7 +138,7 @@ class RoundedKvOps(TorchOps):
     def plan(self, metadata: AttentionMetadata) -> TorchStepOps:
         """See `TorchOps`."""
         attention = RoundedKvAttention(self._attention.plan(metadata), self._scales)
-        return TorchStepOps(self._config, attention, self._angles(metadata))
+        return TorchStepOps(self._config, attention, self._rotations(metadata))
 
 
 class RoundedKvAttention:

@@ -22,10 +22,20 @@ class FakeWindow:
     num_pages: int
     is_state: bool = False
     """Whether the layer is recurrent; num_tokens is then 1."""
+    is_chunk: bool = False
+    """See `Window`."""
 
 
-def fake_shape(block_size: int, window: int | None = None, *, has_state: bool = False) -> KvShape:
+def fake_shape(block_size: int, window: FakeWindow | None = None) -> KvShape:
     """Return the shape of the fake's blocks, and window pages: 8 bytes per token. A state page is as large."""
+    windowed = None
+    if window is not None:
+        windowed = WindowedLayers(
+            layers=(1,),
+            num_tokens=window.num_tokens,
+            is_chunk=window.is_chunk,
+            state_size=2 * block_size if window.is_state else 0,
+        )
     return KvShape(
         num_layers=1 if window is None else 2,
         num_kv_heads=1,
@@ -33,10 +43,8 @@ def fake_shape(block_size: int, window: int | None = None, *, has_state: bool = 
         block_size=block_size,
         dtype="uint8",
         row_bytes=4,
-        fingerprint=f"fake-v1-{block_size}" if window is None else f"fake-v1-{block_size}/{window}",
-        windowed=None
-        if window is None
-        else WindowedLayers(layers=(1,), num_tokens=window, state_size=2 * block_size if has_state else 0),
+        fingerprint=f"fake-v1-{block_size}" if windowed is None else f"fake-v1-{block_size}/{windowed.window}",
+        windowed=windowed,
     )
 
 
@@ -49,9 +57,7 @@ class FakeKvStore:
     """Pages of the fake engine: uint64 [num_blocks, block_size] in shareable memory."""
 
     def __init__(self, num_blocks: int, block_size: int, window: FakeWindow | None = None) -> None:
-        self.shape = fake_shape(block_size)
-        if window is not None:
-            self.shape = fake_shape(block_size, window.num_tokens, has_state=window.is_state)
+        self.shape = fake_shape(block_size, window)
         self.num_blocks = num_blocks
         self.num_window_pages = 0 if window is None else window.num_pages
         self.window_page_of = array("i", [-1]) * num_blocks
@@ -124,7 +130,7 @@ class FakeKvStore:
         num_blocks = -(-num_tokens // self.shape.block_size)
         found = self._pages[list(pages[:num_blocks])].reshape(-1)[:num_tokens]
         if self.shape.windowed is not None and self.shape.window_layers:
-            begin = max(0, num_tokens - self.shape.windowed.num_tokens)
+            begin = max(0, self.shape.windowed.window.first_visible(num_tokens - 1))
             half = len(pages) // 2
             latest = self._pages[list(pages[half : half + num_blocks])].reshape(-1)[begin:num_tokens]
             found = np.concatenate([found[:begin], latest])

@@ -7,6 +7,7 @@ from typing import Protocol, TypeGuard
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
+from engine.window import Window
 
 STATE_ITEM_BYTES = 4
 NONCE_BYTES = 16
@@ -101,9 +102,16 @@ class WindowedLayers:
 
     layers: tuple[int, ...]
     num_tokens: int
-    """Window of all of them: tokens that a token attends to, itself included; 1 with states."""
+    """Size of the window of all of them; 1 with states."""
+    is_chunk: bool = False
+    """See `Window`."""
     state_size: int = 0
     """Values of the state of a recurrent layer, float32; 0: the layers have keys and values."""
+
+    @property
+    def window(self) -> Window:
+        """Window of all of them."""
+        return Window(num_tokens=self.num_tokens, is_chunk=self.is_chunk)
 
     @property
     def has_states(self) -> bool:

@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionI
 
 from engine.weights.config import ScoreFunction, TransformersConfig, UnsupportedModel, read_json
 from engine.weights.rope_config import longest_text
+from engine.window import Window
 
 _TRIAL_ATTENTION = "kvrelay_trial"
 _NUM_TRIAL_TOKENS = 3
@@ -90,7 +91,7 @@ def read_transformers_config(model_dir: Path, *, dtype: torch.dtype) -> Transfor
         num_kv_heads=layers[0].num_kv_heads,
         head_dim=layers[0].head_dim,
         max_position_embeddings=_max_positions(config),
-        windows=windows,
+        windows=tuple(None if window is None else Window(num_tokens=window) for window in windows),
         scores=tuple(call.score for call in layers),
         source=hashlib.blake2b(repr(essentials).encode(), digest_size=16).hexdigest(),
     )

@@ -21,6 +21,7 @@ from engine.ops.torch_softmax import Softmax, attend_written_out, causal_mask
 from engine.pages.kv_cache import TorchKvStore
 from engine.pages.kv_format import KvFormat
 from engine.weights.config import ScoreFunction
+from engine.window import Window
 
 # A decode group accepts a shorter sequence while its padded keys stay below the larger of these: another group costs
 # about as much, in every layer, as reading some hundred keys.
@@ -83,7 +84,7 @@ class TorchPagedAttention:
     def __init__(
         self,
         store: TorchKvStore,
-        windows: Seq[int | None],
+        windows: Seq[Window | None],
         scores: Seq[ScoreFunction] = (),
         *,
         dtype: torch.dtype | None = None,
@@ -206,7 +207,7 @@ def attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[PagedRows, ...
 
 
 def _make_plan(
-    metadata: AttentionMetadata, slots: Tensor, window: int | None, store: TorchKvStore, dtype: torch.dtype
+    metadata: AttentionMetadata, slots: Tensor, window: Window | None, store: TorchKvStore, dtype: torch.dtype
 ) -> _Plan:
     num_new = np.diff(metadata.query_start_loc)
     chunks = [_make_chunk(metadata, int(i), window, store, dtype) for i in np.flatnonzero(num_new > 1)]
@@ -218,22 +219,22 @@ def _make_plan(
 
 
 def _make_chunk(
-    metadata: AttentionMetadata, seq_idx: int, window: int | None, store: TorchKvStore, dtype: torch.dtype
+    metadata: AttentionMetadata, seq_idx: int, window: Window | None, store: TorchKvStore, dtype: torch.dtype
 ) -> Chunk:
     begin, end = (int(at) for at in metadata.query_start_loc[seq_idx : seq_idx + 2])
     context_len = int(metadata.context_lens[seq_idx])
     num_new = end - begin
-    if context_len == num_new and (window is None or num_new <= window):
+    if context_len == num_new and (window is None or window.first_visible(context_len - 1) <= 0):
         return Chunk(tokens=slice(begin, end), blocks=None, num_keys=num_new, mask=None)
     block_size = store.shape.block_size
     # The first query needs the earliest key.
-    first_block = 0 if window is None else max(0, context_len - num_new - window + 1) // block_size
+    first_block = 0 if window is None else max(0, window.first_visible(context_len - num_new)) // block_size
     blocks = metadata.block_tables[seq_idx][first_block:]
     queries = metadata.positions[begin:end, None]
     keys = np.arange(first_block * block_size, context_len, dtype=np.int64)[None]
     visible = keys <= queries
     if window is not None:
-        visible &= keys > queries - window
+        visible &= keys >= window.first_visible(queries)
     return Chunk(
         tokens=slice(begin, end),
         blocks=_to_device(blocks, store),
@@ -242,9 +243,9 @@ def _make_chunk(
     )
 
 
-def _like_lengths(metadata: AttentionMetadata, window: int | None, decodes: npt.NDArray[np.bool_]) -> list[Ints]:
+def _like_lengths(metadata: AttentionMetadata, window: Window | None, decodes: npt.NDArray[np.bool_]) -> list[Ints]:
     """Split the sequences that decode into groups, longest first, whose padding stays small."""
-    lens = metadata.context_lens if window is None else np.minimum(metadata.context_lens, window)
+    lens = metadata.context_lens - _oldest(metadata.context_lens, window)
     members = np.flatnonzero(decodes)
     members = members[np.argsort(-lens[members], kind="stable")]
     groups: list[Ints] = []
@@ -261,11 +262,11 @@ def _like_lengths(metadata: AttentionMetadata, window: int | None, decodes: npt.
 
 
 def _make_group(
-    metadata: AttentionMetadata, members: Ints, window: int | None, store: TorchKvStore, dtype: torch.dtype
+    metadata: AttentionMetadata, members: Ints, window: Window | None, store: TorchKvStore, dtype: torch.dtype
 ) -> _DecodeGroup:
     block_size = store.shape.block_size
     context_lens = metadata.context_lens[members]
-    oldest = np.zeros_like(context_lens) if window is None else np.maximum(0, context_lens - window)
+    oldest = _oldest(context_lens, window)
     first_blocks = oldest // block_size
     # Relative to the first gathered key: [begin, end) is visible.
     begin, end = oldest - first_blocks * block_size, context_lens - first_blocks * block_size
@@ -283,6 +284,11 @@ def _make_group(
         num_keys=num_keys,
         mask=None if visible.all() else _additive_mask(visible[:, None, None], store, dtype),
     )
+
+
+def _oldest(context_lens: Ints, window: Window | None) -> Ints:
+    """Return the first key that the last token of each context sees."""
+    return np.zeros_like(context_lens) if window is None else np.maximum(0, window.first_visible(context_lens - 1))
 
 
 def _additive_mask(visible: npt.NDArray[np.bool_], store: TorchKvStore, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
 """Portable implementation of the decoder's operations, in plain torch."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from engine.weights.architectures import Activation
 from engine.weights.config import DecoderConfig, ScoreFunction
 from engine.weights.decoder_weights import LatentWeights, RecurrentWeights
 from engine.weights.delta import DeltaConfig
-from engine.weights.rope import halves, layer_ropes, rotate
+from engine.weights.rope import RotaryEmbedding, halves, layer_ropes, rotate
 
 _LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever config.json says of the others
 
@@ -39,13 +40,38 @@ class TorchOps:
     def plan(self, metadata: AttentionMetadata) -> "TorchStepOps":
         """Prepare masks, groups and rotations; see `Ops`."""
         states = StepStates(metadata, self._store) if self._config.recurrent is not None else None
-        return TorchStepOps(self._config, self._attention.plan(metadata), self._angles(metadata), states)
+        return TorchStepOps(self._config, self._attention.plan(metadata), self._rotations(metadata), states)
 
-    def _angles(self, metadata: AttentionMetadata) -> list[tuple[Tensor, Tensor]]:
-        """Return the rotations of each layer."""
+    def _rotations(self, metadata: AttentionMetadata) -> "list[_Rotation]":
+        """Return what each layer makes of queries and keys."""
         positions = torch.from_numpy(metadata.positions).to(self._device)
-        angles = {rope: rope.angles(positions, self._dtype) for rope in set(self._ropes)}
-        return [angles[rope] for rope in self._ropes]
+        made = {rope: _Rotation.of(rope, positions, self._dtype) for rope in set(self._ropes)}
+        return [made[rope] for rope in self._ropes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rotation:
+    """What a layer makes of queries and keys at their positions."""
+
+    angles: tuple[Tensor, Tensor]
+    """See `RotaryEmbedding.angles`."""
+    query_factors: Tensor | None
+    """Of queries, float32 [num_tokens, 1, 1]; None: 1."""
+
+    @classmethod
+    def of(cls, rope: RotaryEmbedding, positions: Tensor, dtype: torch.dtype) -> "_Rotation":
+        factors = rope.query_factors(positions)
+        factors = None if factors is None else factors[:, None, None]
+        return cls(angles=rope.angles(positions, dtype), query_factors=factors)
+
+    def turn_keys(self, heads: Tensor) -> Tensor:
+        """Return heads [num_tokens, num_heads, head_dim]."""
+        return rotate(heads, *self.angles)
+
+    def turn_queries(self, heads: Tensor) -> Tensor:
+        """Return heads [num_tokens, num_heads, head_dim]."""
+        turned = rotate(heads, *self.angles)
+        return turned if self.query_factors is None else (turned * self.query_factors).to(heads.dtype)
 
 
 class TorchStepOps:
@@ -55,14 +81,14 @@ class TorchStepOps:
         self,
         config: DecoderConfig,
         attention: StepAttention,
-        angles: Seq[tuple[Tensor, Tensor]],
+        rotations: Seq[_Rotation],
         states: StepStates | None = None,
     ) -> None:
-        """`states`: of a model with recurrent layers."""
+        """`rotations`: those of each layer. `states`: of a model with recurrent layers."""
         self._config = config
         self._states = states
         self._attention = attention
-        self._angles = angles
+        self._rotations = rotations
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`; over the last dimension."""
@@ -91,7 +117,8 @@ class TorchStepOps:
         query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             query, key = self.rms_norm(query, q_norm), self.rms_norm(key, k_norm)
-        query, key = (rotate(heads, *self._angles[layer_idx]) for heads in (query, key))
+        rotation = self._rotations[layer_idx]
+        query, key = rotation.turn_queries(query), rotation.turn_keys(key)
         attended = self._attention.attend(layer_idx, query, key, value, sinks)
         return attended.flatten(1) if gates is None else attended.flatten(1) * gates.sigmoid()
 
@@ -108,9 +135,9 @@ class TorchStepOps:
         source, key = torch.split(row[:, None], [latent.rank, latent.rope_dim], dim=-1)
         if latent.has_interleaved_pairs:
             rope, key = halves(rope), halves(key)
-        angles = self._angles[layer_idx]
-        query = torch.cat((nope, rotate(rope, *angles)), dim=-1)
-        row = torch.cat((_rms_norm(source, weights.row_norm, _LATENT_EPS), rotate(key, *angles)), dim=-1)
+        rotation = self._rotations[layer_idx]
+        query = torch.cat((nope, rotation.turn_queries(rope)), dim=-1)
+        row = torch.cat((_rms_norm(source, weights.row_norm, _LATENT_EPS), rotation.turn_keys(key)), dim=-1)
         heads = LatentHeads(latent, weights.row_up.view(config.num_heads, -1, latent.rank))
         return attend_latent(self._attention, layer_idx, query, row, heads).flatten(1)
 

@@ -61,9 +61,12 @@ def windowed_layers(config: DecoderConfig | TransformersConfig, max_model_len: i
         )
     layers = tuple(layer_idx for layer_idx, window in enumerate(config.windows) if window is not None)
     windows = {window for window in config.windows if window is not None}
-    if not windows or len(layers) == config.num_layers or 2 * max(windows) > max_model_len:
+    if not windows or len(layers) == config.num_layers:
         return None
-    return WindowedLayers(layers=layers, num_tokens=max(windows))
+    longest = max(windows, key=lambda window: window.num_tokens)
+    if 2 * longest.num_tokens > max_model_len:
+        return None
+    return WindowedLayers(layers=layers, num_tokens=longest.num_tokens, is_chunk=longest.is_chunk)
 
 
 def kv_shape(
@@ -84,7 +87,7 @@ def kv_shape(
         block_size=block_size,
         dtype=pages.name,
         row_bytes=pages.row_bytes(config.head_dim),
-        fingerprint=fingerprint if windowed is None else f"{fingerprint}/{windowed.num_tokens}",
+        fingerprint=fingerprint if windowed is None else f"{fingerprint}/{windowed.window}",
         parts_per_layer=config.kv_parts_per_layer,
         windowed=windowed,
     )

@@ -1,4 +1,4 @@
-"""Pages of layers with a sliding window. A block has one while a sequence may read it, and later while there is room.
+"""Pages of layers with a window. A block has one while a sequence may read it, and later while there is room.
 
 A block of tokens has parts. What layers that see everything hold of it lies in the block's own page, from its
 allocation to its eviction. What layers with a window hold lies in a window page, which is attached to the block. A
@@ -88,7 +88,7 @@ class WindowPages:
         self._empty = list(range(store.num_window_pages - 1, -1, -1))
         self._unneeded: EvictionOrder[int] = EvictionOrder()
         """Blocks whose pages may be taken."""
-        self._window = store.shape.windowed.num_tokens
+        self._window = store.shape.windowed.window
         self.snapshots = Snapshots(store.num_blocks) if store.shape.windowed.has_states else None
         """How long states are kept; None: the pages hold rows of windows."""
         self._block_size = store.shape.block_size
@@ -124,7 +124,7 @@ class WindowPages:
         The window before the end of the last full block is in it, too: another prompt may begin there.
         """
         num_full_tokens = num_tokens // self._block_size * self._block_size
-        return max(0, num_full_tokens - self._window) // self._block_size
+        return max(0, self._window.first_visible(num_full_tokens - 1)) // self._block_size
 
     def promise(self, num_pages: int, *, num_spared: int = 0, instead_of: int = 0) -> bool:
         """Add to the promises. False: they would exceed all pages but `num_spared`.

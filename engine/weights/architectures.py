@@ -56,6 +56,10 @@ class ExpertKeys:
     has_clamped_gate: bool = False
     """Whether `swiglu_alpha` and `swiglu_limit` describe the activation."""
     are_stacked: bool = False
+    has_stacked_halves: bool = False
+    """Whether a stack has all outputs of gate before those of up, which otherwise alternate."""
+    has_weighted_inputs: bool = False
+    """Whether an expert's weight multiplies what goes into it, and not what comes out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,8 @@ class Architecture:
     """None: `attention_bias` decides, for the projection after attention too."""
     default_attention_bias: bool = False
     has_qk_norm: bool = False
+    has_unweighted_qk_norm: bool = False
+    """Whether, unless `use_qk_norm` is false, queries and keys of rotated layers have a norm without weights."""
     has_sinks: bool = False
     reads_mlp_bias: bool = False
     default_head_dim: int | None = None
@@ -79,6 +85,16 @@ class Architecture:
     default_window: int | None = 4096
     can_drop_window: bool = False
     """Whether `sliding_window` holds only with `use_sliding_window`."""
+    default_chunk_size: int | None = None
+    """Default of `attention_chunk_size`: layers that `layer_types` name, or those that are rotated, see chunks. None:
+    there is no such key."""
+    default_unrotated_interval: int | None = None
+    """Default of `no_rope_layer_interval`: every so many'th layer has no rotary embedding, unless `no_rope_layers` says
+    which. None: all layers have one."""
+    has_query_growth: bool = False
+    """Whether, unless `attn_temperature_tuning` is false, queries of other layers grow with their position."""
+    has_interleaved_pairs: bool = False
+    """Whether rotary embedding turns neighbouring rows of a checkpoint's queries and keys."""
     window_pattern: int | None = None
     """Default of `sliding_window_pattern`: without `layer_types`, every so many'th layer has no window. None: there is
     no such key."""
@@ -95,6 +111,8 @@ class Architecture:
     draft_layers: str | None = None
     """Key of config.json: number of layers behind the last one in a checkpoint, which draft."""
     default_has_tied_embeddings: bool = False
+    mlp_size: str = "intermediate_size"
+    """Key of config.json: size of an MLP."""
     activation: Activation = Activation.SILU
     activation_key: str = "hidden_act"
     default_query_scalar: int | None = None
@@ -137,6 +155,32 @@ _QWEN3_NEXT = Architecture(
 )
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(has_qkv_bias=None, reads_mlp_bias=True),
+    "Llama4ForCausalLM": Architecture(
+        has_qkv_bias=None,
+        has_unweighted_qk_norm=True,
+        default_head_dim=128,
+        default_num_kv_heads=8,
+        default_chunk_size=8192,
+        default_unrotated_interval=4,
+        has_query_growth=True,
+        has_interleaved_pairs=True,
+        default_theta=500_000.0,
+        default_eps=1e-5,
+        mlp_size="intermediate_size_mlp",
+        experts=ExpertKeys(
+            num_experts=("num_local_experts",),
+            intermediate_size="intermediate_size",
+            shared=SharedKeys(size="intermediate_size", counts_experts=False, module="shared_expert", gate=None),
+            has_normalised_weights=False,
+            default_scores="sigmoid",
+            module="feed_forward",
+            projections=("gate_proj", "up_proj", "down_proj"),
+            router="router",
+            are_stacked=True,
+            has_stacked_halves=True,
+            has_weighted_inputs=True,
+        ),
+    ),
     "MistralForCausalLM": Architecture(has_qkv_bias=False, has_window=True, default_num_kv_heads=8),
     "Gemma3ForCausalLM": Architecture(
         has_qkv_bias=None,

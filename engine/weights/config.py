@@ -15,7 +15,18 @@ from engine.weights.delta import parse_delta
 from engine.weights.experts import ExpertsConfig, parse_experts
 from engine.weights.latent import LatentConfig, parse_latent
 from engine.weights.recurrent import RecurrentConfig
-from engine.weights.rope_config import RopeConfig, RopeType, longest_text, parse_ropes, rotary_dim
+from engine.weights.rope_config import (
+    QueryGrowth,
+    RopeConfig,
+    RopeType,
+    longest_text,
+    parse_query_growth,
+    parse_ropes,
+    parse_unrotated_layers,
+    rotary_dim,
+)
+from engine.weights.windows import parse_windows
+from engine.window import Window
 
 __all__ = [
     "DecoderConfig",
@@ -49,8 +60,8 @@ class DecoderConfig:
     has_mlp_bias: bool
     has_qk_norm: bool
     has_tied_embeddings: bool
-    windows: tuple[int | None, ...]
-    """Window of each layer: number of tokens that a token attends to, itself included; None: all."""
+    windows: tuple[Window | None, ...]
+    """Window of each layer; None: a token attends to all before it."""
     rope: RopeConfig
     experts: ExpertsConfig | None = None
     """None: every layer has an MLP."""
@@ -62,6 +73,15 @@ class DecoderConfig:
     """Layers behind the last one in a checkpoint, which the model does without."""
     windowed_rope: RopeConfig | None = None
     """Rotary embedding of layers with a window; None: `rope`."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers without rotary embedding."""
+    query_growth: QueryGrowth | None = None
+    """Growth of queries in these layers; None: there is none."""
+    has_unweighted_qk_norm: bool = False
+    """Whether queries and keys of the other layers are normalised without weights."""
+    has_interleaved_pairs: bool = False
+    """Whether a checkpoint has the rows of queries and keys in pairs that are turned together; they are read in another
+    order (`engine.model.checkpoints.turned_rows`)."""
     attention_scale: float | None = None
     """Factor of scores; None: 1 / sqrt(head_dim)."""
     activation: Activation = Activation.SILU
@@ -84,8 +104,10 @@ class DecoderConfig:
         """Factor of scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
-    def rope_of(self, layer_idx: int) -> RopeConfig:
-        """Return the rotary embedding of a layer."""
+    def rope_of(self, layer_idx: int) -> RopeConfig | None:
+        """Return the rotary embedding of a layer; None: it has none."""
+        if layer_idx in self.unrotated_layers:
+            return None
         return self.rope if self.windowed_rope is None or self.windows[layer_idx] is None else self.windowed_rope
 
     def recurrent_of(self, layer_idx: int) -> RecurrentConfig | None:
@@ -127,7 +149,6 @@ class DecoderConfig:
 
 
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-_DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
 def is_native(raw: Mapping[str, Any], device_type: str) -> bool:
@@ -166,7 +187,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=positive(raw, "vocab_size", at_most=MAX_SIZE),
         hidden_size=hidden_size,
-        intermediate_size=positive(raw, "intermediate_size", default=default_size, at_most=MAX_SIZE),
+        intermediate_size=positive(raw, architecture.mlp_size, default=default_size, at_most=MAX_SIZE),
         num_layers=positive(raw, "num_hidden_layers", at_most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -178,7 +199,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         has_mlp_bias=architecture.reads_mlp_bias and bool(raw.get("mlp_bias", False)),
         has_qk_norm=architecture.has_qk_norm,
         has_tied_embeddings=bool(raw.get("tie_word_embeddings", architecture.default_has_tied_embeddings)),
-        windows=_windows(raw, architecture),
+        windows=parse_windows(raw, architecture),
         rope=rope,
         experts=experts,
         has_sinks=architecture.has_sinks,
@@ -186,6 +207,10 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         recurrent=_recurrent(raw, architecture),
         num_draft_layers=count(raw, architecture.draft_layers) if architecture.draft_layers else 0,
         windowed_rope=windowed_rope,
+        unrotated_layers=parse_unrotated_layers(raw, architecture),
+        query_growth=parse_query_growth(raw, architecture),
+        has_unweighted_qk_norm=_has_unweighted_qk_norm(raw, architecture, rope),
+        has_interleaved_pairs=architecture.has_interleaved_pairs,
         attention_scale=_attention_scale(raw, architecture, latent, rope),
         activation=architecture.activation,
         has_scaled_embeddings=architecture.has_scaled_embeddings,
@@ -212,6 +237,14 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
     raise UnsupportedModel(f"architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 
+def _has_unweighted_qk_norm(raw: Mapping[str, Any], architecture: Architecture, rope: RopeConfig) -> bool:
+    if not architecture.has_unweighted_qk_norm or not raw.get("use_qk_norm", True):
+        return False
+    if rope.rope_type is RopeType.YARN:  # the norm is behind the rotation, which must not change lengths
+        raise UnsupportedModel("use_qk_norm: a norm behind rotary embedding of type 'yarn' is not supported")
+    return True
+
+
 def _attention_scale(
     raw: Mapping[str, Any], architecture: Architecture, latent: LatentConfig | None, rope: RopeConfig
 ) -> float | None:
@@ -231,38 +264,6 @@ def _recurrent(raw: Mapping[str, Any], architecture: Architecture) -> RecurrentC
             return None
         case Recurrence.DELTA | Recurrence.GROUPED_DELTA:
             return parse_delta(raw, is_grouped=architecture.recurrence is Recurrence.GROUPED_DELTA)
-
-
-def _windows(raw: Mapping[str, Any], architecture: Architecture) -> tuple[int | None, ...]:
-    num_layers = positive(raw, "num_hidden_layers", at_most=MAX_LAYERS)
-    if architecture.has_window:
-        is_dropped = architecture.can_drop_window and not raw.get("use_sliding_window")
-        window = None if is_dropped else raw.get("sliding_window", architecture.default_window)
-        return (window or None,) * num_layers
-    if not architecture.has_layer_types:
-        return (None,) * num_layers
-    pattern = architecture.window_pattern
-    if pattern is not None:
-        window = positive(raw, "sliding_window", default=architecture.default_window)
-    elif raw.get("use_sliding_window"):
-        window = raw.get("sliding_window", architecture.default_window) or None
-    else:
-        window = None
-    layer_types = raw.get("layer_types")
-    if layer_types is None and pattern is not None:
-        pattern = positive(raw, "sliding_window_pattern", default=pattern)
-        return tuple(window if (layer_idx + 1) % pattern else None for layer_idx in range(num_layers))
-    if layer_types is None:
-        first_windowed = raw.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
-        if architecture.has_alternating_windows:
-            return tuple(window if i < first_windowed and i % 2 == 0 else None for i in range(num_layers))
-        return tuple(window if layer_idx >= first_windowed else None for layer_idx in range(num_layers))
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise UnsupportedModel(f"layer_types: {', '.join(unknown)} is not supported")
-    if len(layer_types) != num_layers:
-        raise UnsupportedModel(f"layer_types names {len(layer_types)} layers of {num_layers}")
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,8 +292,8 @@ class TransformersConfig:
     head_dim: int
     max_position_embeddings: int
     """Length up to which the rotary frequencies do not change."""
-    windows: tuple[int | None, ...]
-    """Window of each layer: number of tokens that a token attends to, itself included; None: all."""
+    windows: tuple[Window | None, ...]
+    """Window of each layer; None: a token attends to all before it."""
     scores: tuple[ScoreFunction, ...]
     """Score function of each layer."""
     kv_parts_per_layer: ClassVar[int] = 2

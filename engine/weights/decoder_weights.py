@@ -107,8 +107,10 @@ class Moe:
         sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert_idx in torch.unique(chosen).tolist():
             rows, columns = (chosen == expert_idx).nonzero(as_tuple=True)
-            results = self.experts[expert_idx](x[rows], multiply)
-            sums[rows] += results * weights[rows, columns, None]
+            inputs, factors = x[rows], weights[rows, columns, None]
+            if self.config.has_weighted_inputs:
+                inputs, factors = (inputs * factors).to(x.dtype), torch.ones_like(factors)
+            sums[rows] += self.experts[expert_idx](inputs, multiply) * factors
         return sums.to(x.dtype)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +118,9 @@ class Moe:
         config = self.config
         scores = logits.sigmoid() if config.has_sigmoid_scores else logits.softmax(-1)
         ranks = scores if self.score_bias is None else scores + self.score_bias
-        if config.num_groups > 1:
+        if self.score_bias is None and config.num_groups == 1:
+            ranks = logits  # in the order of their scores, several of which may be rounded to 1
+        elif config.num_groups > 1:
             grouped = ranks.view(len(ranks), config.num_groups, -1)
             groups = grouped.topk(config.num_group_best).values.sum(-1).topk(config.num_chosen_groups).indices
             is_left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, groups, value=False)

@@ -73,6 +73,10 @@ class ExpertsConfig:
     """Activation; None: silu(gate) * up."""
     are_stacked: bool = False
     """Whether a checkpoint has one tensor for all experts of a layer (`engine.model.checkpoints.stacked_experts`)."""
+    has_stacked_halves: bool = False
+    """Whether such a tensor has all outputs of gate before those of up, which otherwise alternate."""
+    has_weighted_inputs: bool = False
+    """Whether an expert's weight multiplies its inputs, and not its results."""
 
     @property
     def shared_size(self) -> int:
@@ -118,6 +122,8 @@ def parse_experts(raw: Mapping[str, Any], keys: ExpertKeys) -> ExpertsConfig:
         has_bias=keys.has_bias,
         clamped_gate=_clamped_gate(raw) if keys.has_clamped_gate else None,
         are_stacked=keys.are_stacked,
+        has_stacked_halves=keys.has_stacked_halves,
+        has_weighted_inputs=keys.has_weighted_inputs,
     )
 
 
@@ -152,7 +158,10 @@ def _groups(raw: Mapping[str, Any], num_experts: int, num_best: int) -> tuple[in
 
 def _dense_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
     num_layers, first = positive(raw, "num_hidden_layers", at_most=MAX_LAYERS), count(raw, "first_k_dense_replace")
-    step, frequency = (count(raw, key) or 1 for key in ("decoder_sparse_step", "moe_layer_freq"))
+    if raw.get("moe_layers") is not None:
+        return tuple(sorted(set(range(num_layers)).difference(raw["moe_layers"])))
+    frequency = count(raw, "moe_layer_freq") or 1
+    step = count(raw, "decoder_sparse_step") or count(raw, "interleave_moe_layer_step") or 1
     dense = {i for i in range(num_layers) if i < first or (i + 1) % step or i % frequency}
     return tuple(sorted(dense | set(raw.get("mlp_only_layers") or ())))
 

@@ -66,7 +66,8 @@ def layer_projections(config: DecoderConfig, layer_idx: int) -> Iterator[FusedPr
     experts = config.experts_of(layer_idx)
     if experts is None:
         names = ("gate_proj", "up_proj", "down_proj")
-        yield from mlp(f"{prefix}.mlp", names, config.intermediate_size, has_bias=config.has_mlp_bias)
+        module = "mlp" if config.experts is None else config.experts.module
+        yield from mlp(f"{prefix}.{module}", names, config.intermediate_size, has_bias=config.has_mlp_bias)
         return
     module, names = f"{prefix}.{experts.module}", experts.projections
     shared = experts.shared
@@ -143,6 +144,13 @@ def allocate_weights(
     def norm(size: int = config.hidden_size) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=device)
 
+    def head_norm(layer_idx: int) -> Tensor | None:
+        if config.recurrent_of(layer_idx) is not None:
+            return None
+        if config.has_unweighted_qk_norm and layer_idx not in config.unrotated_layers:
+            return norm(config.head_dim).fill_(1)
+        return norm(config.head_dim) if config.has_qk_norm else None
+
     def weight(modules: Iterable[str], out_features: int, in_features: int) -> Tensor:
         if any(module in without for module in modules):
             return torch.empty((out_features, in_features), dtype=dtype, device="meta")
@@ -157,12 +165,11 @@ def allocate_weights(
             for each in layer_projections(config, layer_idx)
         )
         shapes = config.recurrent_of(layer_idx)
-        has_qk_norm, has_sinks = (each and shapes is None for each in (config.has_qk_norm, config.has_sinks))
         return LayerWeights(
             input_norm=norm(),
-            q_norm=norm(config.head_dim) if has_qk_norm else None,
-            k_norm=norm(config.head_dim) if has_qk_norm else None,
-            sinks=empty(config.num_heads) if has_sinks else None,
+            q_norm=head_norm(layer_idx),
+            k_norm=head_norm(layer_idx),
+            sinks=empty(config.num_heads) if config.has_sinks and shapes is None else None,
             post_attention_norm=norm(),
             attention_output_norm=norm() if config.has_output_norms else None,
             mlp_output_norm=norm() if config.has_output_norms else None,
@@ -246,7 +253,7 @@ def checkpoint_views(weights: DecoderWeights, config: DecoderConfig) -> dict[str
             views[f"{prefix}.post_attention_layernorm.weight"] = layer.attention_output_norm
             views[f"{prefix}.pre_feedforward_layernorm.weight"] = layer.post_attention_norm
             views[f"{prefix}.post_feedforward_layernorm.weight"] = layer.mlp_output_norm
-        if layer.q_norm is not None and layer.k_norm is not None:
+        if config.has_qk_norm and layer.q_norm is not None and layer.k_norm is not None:
             views[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
             views[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
         if layer.latent is not None:

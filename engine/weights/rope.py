@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.weights.config import DecoderConfig
-from engine.weights.rope_config import RopeConfig, RopeType
+from engine.weights.rope_config import QueryGrowth, RopeConfig, RopeType
 
 
 class RotaryEmbedding:
@@ -16,9 +16,14 @@ class RotaryEmbedding:
     has the frequencies of the longest text from the start: engine/weights/config.py.)
     """
 
-    def __init__(self, config: RopeConfig, *, head_dim: int, device: torch.device) -> None:
-        self._inv_freq = inverse_frequencies(config, head_dim).to(device)
-        self._scale = attention_factor(config)
+    def __init__(
+        self, config: RopeConfig | None, *, head_dim: int, device: torch.device, growth: QueryGrowth | None = None
+    ) -> None:
+        """`config`: None turns nothing."""
+        inv_freq = torch.zeros(head_dim // 2) if config is None else inverse_frequencies(config, head_dim)
+        self._inv_freq = inv_freq.to(device)
+        self._scale = 1.0 if config is None else attention_factor(config)
+        self._growth = growth
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return (cos, signed sin), [num_tokens, 1, head_dim] each, for `rotate`; positions is int64 [num_tokens]."""
@@ -31,11 +36,23 @@ class RotaryEmbedding:
         freqs = positions[:, None].float() * self._inv_freq
         return freqs.cos() * self._scale, freqs.sin() * self._scale
 
+    def query_factors(self, positions: Tensor) -> Tensor | None:
+        """Return what rotated queries are multiplied by, float32 [num_tokens], contiguous; None: 1."""
+        if self._growth is None:
+            return None
+        steps = torch.floor((positions.float() + 1) / self._growth.num_tokens)
+        return torch.log1p(steps) * self._growth.strength + 1
+
 
 def layer_ropes(config: DecoderConfig, device: torch.device) -> tuple[RotaryEmbedding, ...]:
     """Return the rotary embedding of each layer; layers with the same frequencies share one."""
     ropes = [config.rope_of(layer_idx) for layer_idx in range(config.num_layers)]
-    made = {rope: RotaryEmbedding(rope, head_dim=config.rope_dim, device=device) for rope in set(ropes)}
+    made = {
+        rope: RotaryEmbedding(
+            rope, head_dim=config.rope_dim, device=device, growth=config.query_growth if rope is None else None
+        )
+        for rope in set(ropes)
+    }
     return tuple(made[rope] for rope in ropes)
 
 

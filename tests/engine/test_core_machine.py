@@ -213,6 +213,16 @@ class StateMachine(WindowMachine):
 
 StateMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestStates = StateMachine.TestCase
+
+
+class ChunkMachine(WindowMachine):
+    """A core whose model has a layer that sees chunks, which end inside blocks."""
+
+    window = FakeWindow(num_tokens=6, num_pages=24, is_chunk=True)
+
+
+ChunkMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestChunks = ChunkMachine.TestCase
 WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestWindows = WindowMachine.TestCase
 CoreMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -20,6 +20,7 @@ from engine.ops.torch_ops import TorchOps
 from engine.pages.kv_cache import TorchKvStore, kv_shape
 from engine.weights.config import for_length, parse_config, read_json
 from engine.weights.rope import RotaryEmbedding, inverse_frequencies, rotate
+from engine.window import Window
 from tests.engine.tiny_models import make_prompt
 
 BLOCK_SIZE = 4
@@ -40,7 +41,7 @@ def make_store(num_blocks: int) -> TorchKvStore:
 
 
 def naive_attention(
-    query: Tensor, key: Tensor, value: Tensor, first_position: int, window: int | None, sinks: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, first_position: int, window: Window | None, sinks: Tensor | None
 ) -> Tensor:
     """Return the attention of query [n, heads, dim] at first_position.., by a loop over queries.
 
@@ -50,7 +51,10 @@ def naive_attention(
     rows = []
     for i, row in enumerate(query):
         end = first_position + i + 1
-        begin = 0 if window is None else max(0, end - window)
+        begin = 0
+        if window is not None:
+            begin = (end - 1) // window.num_tokens * window.num_tokens if window.is_chunk else end - window.num_tokens
+            begin = max(0, begin)
         scores = torch.einsum("hd,khd->hk", row, key[begin:end]) / HEAD_DIM**0.5
         powers = scores.exp()
         weights = powers / (powers.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None]))
@@ -58,7 +62,7 @@ def naive_attention(
     return torch.stack(rows)
 
 
-def check_step(spans: list[tuple[int, int]], window: int | None, seed: int, *, has_sinks: bool = False) -> None:
+def check_step(spans: list[tuple[int, int]], window: Window | None, seed: int, *, has_sinks: bool = False) -> None:
     """Run one step over (num_computed, num_new_tokens) sequences in scrambled pages and compare every token."""
     torch.manual_seed(seed)
     num_blocks = sum(-(-(computed + new) // BLOCK_SIZE) for computed, new in spans)
@@ -99,18 +103,20 @@ def check_step(spans: list[tuple[int, int]], window: int | None, seed: int, *, h
 @settings(max_examples=40, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 21), st.sampled_from([1, 1, 1, 2, 3, 4, 5, 9])), min_size=1, max_size=6),
-    window=st.none() | st.integers(1, 12),
+    window=st.none() | st.builds(Window, num_tokens=st.integers(1, 12), is_chunk=st.booleans()),
     has_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_attend_when_batch_mixes_chunks_and_decodes_equals_naive(
-    spans: list[tuple[int, int]], window: int | None, has_sinks: bool, seed: int
+    spans: list[tuple[int, int]], window: Window | None, has_sinks: bool, seed: int
 ) -> None:
     check_step(spans, window, seed, has_sinks=has_sinks)
 
 
-@pytest.mark.parametrize("window", [None, 5, 600])
-def test_attend_when_decode_lengths_differ_widely_equals_naive(window: int | None) -> None:
+@pytest.mark.parametrize("is_chunk", [False, True])
+@pytest.mark.parametrize("num_tokens", [5, 600, 5000])
+def test_attend_when_decode_lengths_differ_widely_equals_naive(num_tokens: int, is_chunk: bool) -> None:
+    window = Window(num_tokens=num_tokens, is_chunk=is_chunk)
     check_step([(1300, 1), (0, 1), (700, 1), (699, 1), (3, 1), (20, 3), (1299, 1)], window, seed=1)
 
 

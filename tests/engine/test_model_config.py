@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.weights.config import UnsupportedModel, parse_config, read_json
+from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
 from engine.weights.experts import ClampedGate
 from engine.weights.precision import cpu_has_bfloat16, dtype_name, resolve_device, resolve_dtype
-from engine.weights.rope_config import RopeType
+from engine.weights.rope_config import QueryGrowth, RopeType
+from engine.window import Window
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,12 @@ def make_raw(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[s
         "max_position_embeddings": 512,
         **overrides,
     }
+
+
+def sizes(config: DecoderConfig) -> tuple[int | None, ...]:
+    """Return the tokens of sliding windows."""
+    assert not any(window is not None and window.is_chunk for window in config.windows)
+    return tuple(None if window is None else window.num_tokens for window in config.windows)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +123,12 @@ def test_parse_config_when_gpt_oss_leaves_keys_out_uses_its_defaults() -> None:
     config = parse_config(make_raw("GptOssForCausalLM", num_local_experts=8, num_experts_per_tok=2))
     assert (config.rms_norm_eps, config.rope.theta, config.head_dim) == (1e-5, 150_000.0, 64)
     assert (config.has_qkv_bias, config.has_output_bias, config.has_sinks) == (True, True, True)
-    assert config.windows == (128, None, 128, None)
+    assert sizes(config) == (128, None, 128, None)
     assert config.experts is not None
     assert config.experts.clamped_gate == ClampedGate(steepness=1.702, limit=7.0)
     named = make_raw("GptOssForCausalLM", num_local_experts=8, num_experts_per_tok=2, sliding_window=5)
     named["layer_types"] = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
-    assert parse_config(named).windows == (None, None, 5, None)
+    assert sizes(parse_config(named)) == (None, None, 5, None)
 
 
 def test_parse_config_when_a_layer_type_is_unknown_names_it() -> None:
@@ -138,7 +145,7 @@ def test_parse_config_when_keys_are_left_out_uses_the_architectures_defaults() -
     assert parse_config(make_raw("Qwen3ForCausalLM")).has_qk_norm
     assert parse_config(make_raw("Qwen2ForCausalLM")).has_qkv_bias
     assert not parse_config(make_raw("Qwen2ForCausalLM")).has_output_bias
-    assert parse_config(make_raw("MistralForCausalLM")).windows == (4096,) * 4
+    assert sizes(parse_config(make_raw("MistralForCausalLM"))) == (4096,) * 4
 
 
 @pytest.mark.parametrize(
@@ -160,7 +167,7 @@ def test_parse_config_when_keys_are_left_out_uses_the_architectures_defaults() -
 def test_parse_config_when_qwen_has_a_window_applies_it_to_the_named_layers(
     overrides: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    assert parse_config(make_raw("Qwen2ForCausalLM", **overrides)).windows == windows
+    assert sizes(parse_config(make_raw("Qwen2ForCausalLM", **overrides))) == windows
 
 
 def test_parse_config_when_qwen2_moe_has_a_window_applies_it_to_every_other_layer() -> None:
@@ -168,7 +175,44 @@ def test_parse_config_when_qwen2_moe_has_a_window_applies_it_to_every_other_laye
     raw = make_raw("Qwen2MoeForCausalLM", **experts, shared_expert_intermediate_size=64, num_hidden_layers=6)
     windowed = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 4}
     assert parse_config(raw).windows == (None,) * 6
-    assert parse_config(raw | windowed).windows == (7, None, 7, None, None, None)
+    assert sizes(parse_config(raw | windowed)) == (7, None, 7, None, None, None)
+
+
+LLAMA_4 = {
+    "intermediate_size_mlp": 160,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 5,
+    "rope_theta": 5e5,
+}
+
+
+def test_parse_config_when_llama_4_leaves_keys_out_uses_its_defaults() -> None:
+    config = parse_config(make_raw("Llama4ForCausalLM", **LLAMA_4, no_rope_layers=[], moe_layers=[1, 2]))
+    chunk = Window(num_tokens=8192, is_chunk=True)
+    assert config.windows == (chunk, chunk, chunk, None, chunk)
+    assert [config.rope_of(layer_idx) for layer_idx in range(5)] == [*[config.rope] * 3, None, config.rope]
+    assert config.query_growth == QueryGrowth(strength=0.1, num_tokens=8192)
+    assert config.has_unweighted_qk_norm
+    assert not config.has_qk_norm
+    assert config.experts is not None
+    assert config.experts.dense_layers == (0, 3, 4)
+    assert (config.intermediate_size, config.experts.intermediate_size, config.experts.shared_size) == (160, 96, 96)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"attention_chunk_size": None}, "attention_chunk_size is None"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers of 5"),
+        ({"layer_types": ["sliding_attention"] * 5}, "sliding_attention is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "use_qk_norm"),
+        ({"interleave_moe_layer_step": -1}, "interleave_moe_layer_step is -1"),
+    ],
+)
+def test_parse_config_when_a_key_of_llama_4_does_not_fit_names_it(overrides: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        parse_config(make_raw("Llama4ForCausalLM", **LLAMA_4, **overrides))
 
 
 @pytest.mark.parametrize("key", ["query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"])
@@ -205,8 +249,10 @@ GEMMA_3_4B = {
 )
 def test_parse_config_when_gemma_is_spelled_old_or_new_reads_the_same(spelling: dict[str, Any]) -> None:
     config = parse_config(make_raw("Gemma3ForCausalLM", **GEMMA_3_4B, **spelling))
-    assert config.windows == (*(1024,) * 5, None, 1024)
+    assert sizes(config) == (*(1024,) * 5, None, 1024)
     full, windowed = config.rope_of(5), config.rope_of(6)
+    assert full is not None
+    assert windowed is not None
     assert (full.rope_type, full.theta, full.factor) == (RopeType.LINEAR, 5e5, 8.0)
     assert (windowed.rope_type, windowed.theta) == (RopeType.DEFAULT, 7e3)
     assert config.max_position_embeddings == 512, "stretched already"

@@ -95,7 +95,9 @@ def test_chats_hit_nine_tenths_of_what_full_attention_would_with_the_same_length
 
     num_blocks = 10_000
     plain = make_core(num_blocks=num_blocks, max_step_tokens=256, max_steps_in_flight=1, max_model_len=4096)
-    num_pages = num_pages_beside(num_blocks, fake_shape(BLOCK_SIZE, 1, has_state=True), 256)
+    num_pages = num_pages_beside(
+        num_blocks, fake_shape(BLOCK_SIZE, FakeWindow(num_tokens=1, num_pages=1, is_state=True)), 256
+    )
     with_states = _core(num_blocks=num_blocks, num_pages=num_pages, max_step_tokens=256)
     rates = hit_rate(plain), hit_rate(with_states)
     assert rates[0] > 0.8

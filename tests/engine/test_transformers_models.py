@@ -20,6 +20,7 @@ from engine.model.transformers_trial import read_transformers_config
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.pages.kv_cache import TorchKvStore, kv_shape
 from engine.weights.config import ScoreFunction, UnsupportedModel, is_native
+from engine.window import Window
 from tests.builders import BLOCK_SIZE, assert_empty, core_on, make_request, served
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import MAX_MODEL_LEN, TRANSFORMERS_MODELS, make_model, make_prompt, reference_tokens
@@ -154,7 +155,7 @@ def test_prefill_when_bfloat16_stays_near_float32(name: str, checkpoint: Callabl
 
 def test_read_transformers_config_when_layers_differ_describes_each(gemma2: Path) -> None:
     config = read_transformers_config(gemma2, dtype=torch.float32)
-    assert config.windows == (7, None)
+    assert config.windows == (Window(num_tokens=7), None)
     assert config.scores == (ScoreFunction(scale=12**-0.5, softcap=2.0),) * 2
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 6, 2, 16)
     assert config.max_position_embeddings == MAX_MODEL_LEN

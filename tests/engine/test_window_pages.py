@@ -113,7 +113,7 @@ def test_more_texts_are_in_work_while_answers_are_written() -> None:
 
 
 def test_memory_for_a_block_alone_is_refused_with_the_bytes_of_both_pages() -> None:
-    shape = fake_shape(BLOCK_SIZE, WINDOW)
+    shape = fake_shape(BLOCK_SIZE, FakeWindow(num_tokens=WINDOW, num_pages=1))
     assert num_blocks_for_budget(shape.block_bytes + shape.window_page_bytes, shape) == 1
     with pytest.raises(NoRoomForPages, match=f"63 bytes of KV memory hold no page of {2 * BLOCK_SIZE * 8} bytes"):
         num_blocks_for_budget(2 * BLOCK_SIZE * 8 - 1, shape)

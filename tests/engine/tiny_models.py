@@ -44,6 +44,17 @@ _SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 24}
 # model_type and what differs from _SHAPE: mixtures of experts, which our own decoder computes on a CPU and transformers
 # on a GPU; then the other architectures of our own decoder, and those that transformers computes.
 _SINKS: dict[str, Any] = {**_EXPERTS, "sliding_window": 7, "rope_parameters": {**_YARN, "truncate": False}}
+_CHUNKS: dict[str, Any] = {
+    "head_dim": 10,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 40,
+    "attention_chunk_size": 7,
+    "no_rope_layer_interval": 2,
+    "interleave_moe_layer_step": 2,
+    "floor_scale": 9,
+    "attn_scale": 0.7,
+}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {**_SINKS, "head_dim": 10}),
     "mixtral": ("mixtral", _EXPERTS),
@@ -129,6 +140,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **MIXTURES,
     **LATENT,
     **DELTA,
+    "llama4": ("llama4_text", _CHUNKS),
+    "llama4-bias": (
+        "llama4_text",
+        {
+            **_CHUNKS,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 1,
+            "attention_bias": True,
+            "attn_temperature_tuning": False,
+            "use_qk_norm": False,
+            "no_rope_layers": [0, 1],
+            "rope_parameters": _LLAMA3,
+        },
+    ),
     "qwen2_moe-window": ("qwen2_moe", {**_SMALL_EXPERTS, **_WINDOWED, "shared_expert_intermediate_size": 24}),
     "gemma3": (
         "gemma3_text",

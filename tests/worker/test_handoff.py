@@ -18,12 +18,12 @@ from tests.worker.cluster import executor_of, held_steps, running_pair, stop_lea
 
 LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8, 16) for d in (-1, 0, 1)), 200})
 
-
 WINDOW = {"window": FakeWindow(num_tokens=10, num_pages=80)}
 STATE = {"window": FakeWindow(num_tokens=1, num_pages=80, is_state=True)}
+CHUNKS = {"window": FakeWindow(num_tokens=10, num_pages=80, is_chunk=True)}
 
 
-@pytest.mark.parametrize("window", [{}, WINDOW, STATE], ids=["", "window", "state"])
+@pytest.mark.parametrize("window", [{}, WINDOW, STATE, CHUNKS], ids=["", "window", "state", "chunks"])
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 async def test_handoff_at_every_boundary_equals_oracle_cold_and_cached(
     transport: str, window: dict[str, FakeWindow]

@@ -1,7 +1,7 @@
 """A checkpoint, whatever its files are."""
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +11,8 @@ from engine.model.checkpoints import gguf_file
 from engine.model.checkpoints.formats import WeightFormat
 from engine.model.checkpoints.gguf_config import read_gguf_config
 from engine.model.checkpoints.safetensors_files import open_safetensors
+from engine.model.checkpoints.stacked_experts import stack_order
+from engine.model.checkpoints.turned_rows import PairedRows
 from engine.weights.config import DecoderConfig, read_json
 from engine.weights.grouped import GroupedWeight
 
@@ -40,14 +42,17 @@ class Checkpoint(Protocol):
         ...
 
 
+@contextmanager
 def open_checkpoint(
     files: Sequence[Path], config: DecoderConfig, weight_format: WeightFormat | None
-) -> AbstractContextManager[Checkpoint]:
+) -> Iterator[Checkpoint]:
     """Open safetensors files, or one GGUF file. Raises UnsupportedModel."""
     if is_gguf(files):
-        return nullcontext(gguf_file.GgufCheckpoint(files[0], head_dim=config.head_dim))
-    has_stacked_experts = config.experts is not None and config.experts.are_stacked
-    return open_safetensors(files, weight_format, has_stacked_experts=has_stacked_experts)
+        gguf = gguf_file.GgufCheckpoint(files[0])
+        yield PairedRows(stored=gguf, head_dim=config.head_dim) if gguf.has_interleaved_pairs else gguf
+        return
+    with open_safetensors(files, weight_format, stack_order(config.experts)) as stored:
+        yield PairedRows(stored=stored, head_dim=config.head_dim) if config.has_interleaved_pairs else stored
 
 
 def read_config(model_dir: Path, files: Sequence[Path]) -> dict[str, Any]:

@@ -47,13 +47,11 @@ _IGNORED = frozenset({"rope_freqs.weight"})  # repeats what config.json says of 
 _PERMUTED = {"llama": True, "qwen2": False, "qwen3": False}
 """Whether the rows of queries and keys are in another order, by `general.architecture`."""
 
-_ROTATED_MODULES = (".q_proj.", ".k_proj.")
-
 
 class GgufCheckpoint:
     """A `Checkpoint` in one GGUF file."""
 
-    def __init__(self, path: Path, *, head_dim: int) -> None:
+    def __init__(self, path: Path) -> None:
         """Read the file's header. Raises UnsupportedModel."""
         reader = open_header(path)
         name = field_value(reader, "general.architecture")
@@ -62,8 +60,8 @@ class GgufCheckpoint:
                 f"{path.name}: general.architecture: {name!r} is not supported; supported are {', '.join(_PERMUTED)}"
             )
         self._path = path
-        self._is_permuted = _PERMUTED[name]
-        self._head_dim = head_dim
+        self.has_interleaved_pairs = _PERMUTED[name]
+        """Whether rows of queries and keys are to be read through `PairedRows`."""
         self._tensors = {_hf_name(each.name): each for each in reader.tensors if each.name not in _IGNORED}
         grouped = {
             name.removesuffix(".weight")
@@ -95,7 +93,7 @@ class GgufCheckpoint:
                 ) from None
             except ValueError as error:
                 raise UnsupportedModel(f"cannot read {name} in {self._path.name}: {error}") from error
-        return self._in_order(name, torch.from_numpy(np.array(values)))
+        return torch.from_numpy(np.array(values))
 
     def weight(self, module: str, shape: tuple[int, int]) -> GroupedWeight | Tensor:
         """See `Checkpoint`."""
@@ -104,29 +102,13 @@ class GgufCheckpoint:
         found = tuple(int(size) for size in reversed(stored.shape))
         if found != shape:
             raise UnsupportedModel(f"{name} has shape {list(found)}, config.json says {list(shape)}")
-        weight = unpack_blocks(stored.tensor_type.name, torch.from_numpy(np.array(stored.data)), shape)
-        return GroupedWeight(
-            bits=weight.bits,
-            group_size=weight.group_size,
-            codes=self._in_order(name, weight.codes),
-            scales=self._in_order(name, weight.scales),
-            offsets=None if weight.offsets is None else self._in_order(name, weight.offsets),
-        )
+        return unpack_blocks(stored.tensor_type.name, torch.from_numpy(np.array(stored.data)), shape)
 
     def _stored(self, name: str) -> "ReaderTensor":
         try:
             return self._tensors[name]
         except KeyError:
             raise UnsupportedModel(f"{name} is missing in the checkpoint") from None
-
-    def _in_order(self, name: str, rows: Tensor) -> Tensor:
-        """Return a weight's rows in Hugging Face's order; GGUF files of some models interleave the rotated ones."""
-        if not self._is_permuted or not any(module in name for module in _ROTATED_MODULES):
-            return rows
-        if rows.shape[0] % self._head_dim:
-            raise UnsupportedModel(f"{name} has {rows.shape[0]} rows, no multiple of head_dim {self._head_dim}")
-        pairs = rows.reshape(-1, self._head_dim // 2, 2, *rows.shape[1:])
-        return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _hf_name(name: str) -> str:

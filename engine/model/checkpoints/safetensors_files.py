@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.model.checkpoints.formats import BadModule, WeightFormat
-from engine.model.checkpoints.stacked_experts import split_experts
+from engine.model.checkpoints.stacked_experts import StackOrder, split_experts
 from engine.weights.config import UnsupportedModel
 from engine.weights.grouped import GroupedWeight
 
@@ -70,9 +70,12 @@ class SafetensorsCheckpoint:
 
 @contextmanager
 def open_safetensors(
-    paths: Sequence[Path], weight_format: WeightFormat | None, *, has_stacked_experts: bool = False
+    paths: Sequence[Path], weight_format: WeightFormat | None, stack_order: StackOrder | None = None
 ) -> Iterator[SafetensorsCheckpoint]:
-    """Open the files of a checkpoint. Raises UnsupportedModel when one is damaged, then or while it is read."""
+    """Open the files of a checkpoint, whose experts may be stacked.
+
+    Raises UnsupportedModel when one is damaged, then or while it is read.
+    """
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in paths:
@@ -81,4 +84,4 @@ def open_safetensors(
                 files.update(dict.fromkeys(file.keys(), file))
             except SafetensorError as error:
                 raise UnsupportedModel(f"cannot read {path}: {error}") from error
-        yield SafetensorsCheckpoint(split_experts(files) if has_stacked_experts else files, weight_format)
+        yield SafetensorsCheckpoint(files if stack_order is None else split_experts(files, stack_order), weight_format)

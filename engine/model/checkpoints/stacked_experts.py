@@ -1,10 +1,11 @@
-"""Experts that a checkpoint stores in one tensor for all of a layer, as gpt-oss does, read as if each had its own.
+"""Experts that a checkpoint stores in one tensor for all of a layer, read as if each had its own.
 
     gate_up_proj [num_experts, hidden_size, 2 * size]       down_proj [num_experts, size, hidden_size]
     gate_up_proj_bias [num_experts, 2 * size]               down_proj_bias [num_experts, hidden_size]
 
-Outputs of gate and up alternate. In place of a weight there may be two tensors in MXFP4 (Open Compute Project,
-"Microscaling Formats", 2023), whose rows are outputs and which are widened as they are read, without rounding:
+Outputs of gate and up alternate (gpt-oss), or those of gate come first (Llama 4). In place of a weight there may be two
+tensors in MXFP4 (Open Compute Project, "Microscaling Formats", 2023), whose rows are outputs and which are widened as
+they are read, without rounding:
 
     gate_up_proj_blocks uint8 [num_experts, outputs, groups, 16]      two values of 4 bits in a byte, the first one low
     gate_up_proj_scales uint8 [num_experts, outputs, groups]          power of two of the 32 values, plus 127
@@ -13,19 +14,17 @@ Outputs of gate and up alternate. In place of a weight there may be two tensors 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.weights.config import UnsupportedModel
+from engine.weights.experts import ExpertsConfig
 
 _STACK = re.compile(r"(?P<module>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<part>|_bias|_blocks|_scales)")
 _NUM_DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
-_OUTPUTS = {
-    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
-    "down_proj": {"down_proj": slice(None)},
-}
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-each for each in _MAGNITUDES))
 # The two values of each byte, in one number of 32 bits; and the factor of each scale. bfloat16 has all of them.
@@ -33,7 +32,21 @@ _PAIRS = torch.tensor([(_VALUES[byte % 16], _VALUES[byte // 16]) for byte in ran
 _FACTORS = torch.tensor([2.0 ** (scale - 127) for scale in range(256)], dtype=torch.float64).bfloat16()
 
 
-def split_experts(files: Mapping[str, Any]) -> dict[str, Any]:
+class StackOrder(Enum):
+    """Order of the outputs of gate and up."""
+
+    ALTERNATE = 0
+    HALVES = 1
+
+
+def stack_order(experts: ExpertsConfig | None) -> StackOrder | None:
+    """Return the order in the stacks of a model; None: it has no stacks."""
+    if experts is None or not experts.are_stacked:
+        return None
+    return StackOrder.HALVES if experts.has_stacked_halves else StackOrder.ALTERNATE
+
+
+def split_experts(files: Mapping[str, Any], order: StackOrder) -> dict[str, Any]:
     """Return the open file of each tensor, given those of stored ones: stacks become tensors of single experts.
 
     Raises UnsupportedModel for a stack of another shape.
@@ -51,10 +64,20 @@ def split_experts(files: Mapping[str, Any]) -> dict[str, Any]:
             continue  # read with the blocks
         field = "bias" if found["part"] == "_bias" else "weight"
         for expert_idx in range(shape[0]):
-            for projection, outputs in _OUTPUTS[found["projection"]].items():
+            num_outputs = shape[1] if found["part"] in ("_bias", "_blocks") else shape[-1]
+            for projection, outputs in _outputs(found["projection"], num_outputs, order).items():
                 expert = _ExpertTensor(files, name, found["part"], expert_idx, outputs)
                 split[f"{found['module']}.{expert_idx}.{projection}.{field}"] = expert
     return split
+
+
+def _outputs(projection: str, count: int, order: StackOrder) -> dict[str, slice]:
+    """Return the outputs of each single projection in a stacked one."""
+    if projection == "down_proj":
+        return {"down_proj": slice(None)}
+    if order is StackOrder.ALTERNATE:
+        return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+    return {"gate_proj": slice(0, count // 2), "up_proj": slice(count // 2, None)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
             if (norm) norm_row(head, norm, head, dim, step.norm_eps);
             bool is_in_place = is_query || layer.has_codes();
             rotate(head, cos, sin, half, dim, is_in_place ? head : layer.keys + slot + (h - step.num_heads) * dim);
+            if (is_query && layer.query_factors) scale_row(head, layer.query_factors[token], dim);
             if (is_query && layer.format == PageFormat::kInt4) mix_row(head, dim);
         }
         const T *keys = row + step.num_heads * dim, *values = row + num_rotated * dim;
@@ -79,11 +80,11 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
 }
 
 // Returns the items of a step and how many of them are splits.
-inline std::vector<Item> cut(const Step& step, int64_t window, int64_t& num_splits) {
+inline std::vector<Item> cut(const Step& step, Window window, int64_t& num_splits) {
     std::vector<Item> items;
     num_splits = 0;
     int64_t tokens_per_tile = std::max<int64_t>(1, kTileRows / step.group()), num_whole = 0;
-    auto first_split = [&](int64_t context) { return oldest_key(window, context) / kSplitKeys * kSplitKeys; };
+    auto first_split = [&](int64_t context) { return window.first_visible(context - 1) / kSplitKeys * kSplitKeys; };
     auto num_new = [&](int64_t seq) { return step.query_start_loc[seq + 1] - step.query_start_loc[seq]; };
     for (int64_t seq = 0; seq < step.num_seqs; seq++) {
         int64_t context = step.context_lens[seq];
@@ -101,7 +102,7 @@ inline std::vector<Item> cut(const Step& step, int64_t window, int64_t& num_spli
         }
         for (int64_t head = 0; head < step.num_kv_heads; head += heads_per_item)
             for (int64_t at = first_split(context); at < context; at += kSplitKeys) {
-                int64_t begin = std::max(at, oldest_key(window, context)), end = std::min(context, at + kSplitKeys);
+                int64_t begin = std::max(at, window.first_visible(context - 1)), end = std::min(context, at + kSplitKeys);
                 bool is_only = at == first_split(context) && end == context;
                 items.push_back({seq, head, heads_per_item, begin, end, is_only ? -1 : num_splits++});
             }

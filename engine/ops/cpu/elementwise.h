@@ -29,6 +29,13 @@ inline void norm_row(const T* x, const float* weight, T* to, int64_t size, float
 }
 
 template <typename T>
+inline void scale_row(T* row, float factor, int64_t size) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store_narrow(row + i, load_wide(row + i) * factor);
+    if (i < size) store_some(row + i, load_some(row + i, size - i) * factor, size - i);
+}
+
+template <typename T>
 void rms_norm(const T* x, const float* weight, T* to, int64_t rows, int64_t size, float eps) {
 #pragma omp parallel for schedule(static) if (rows >= kMinParallelRows)
     for (int64_t row = 0; row < rows; row++) norm_row(x + row * size, weight, to + row * size, size, eps);

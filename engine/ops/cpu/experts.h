@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "elementwise.h"
@@ -19,24 +20,36 @@ struct Experts {
     const Projection<T>*gate_up, *down;  // [num_experts]
     int64_t num_experts, num_chosen;
     int64_t has_normalised_weights;  // whether the weights of the chosen ones add up to 1
+    int64_t has_sigmoid_scores;      // whether an expert's weight comes from its own logit alone
+    int64_t has_weighted_inputs;     // whether weights multiply what goes into experts, not what comes out
     int64_t has_shared;              // whether every row goes through the last expert, too
+
+    // Whether a row of the router weighs the shared expert, whose weight is otherwise 1.
+    bool has_shared_gate() const { return router.columns == num_experts; }
     ClampedGate clamped_gate;        // in place of silu
 };
 
-// Turn a row's logits into weights: their softmax, 0 where an expert is not chosen. Of equal ones the first is chosen.
-inline void choose_experts(float* logits, int64_t count, int64_t num_chosen, bool has_normalised_weights) {
-    static thread_local std::vector<float> powers;
-    powers.resize(count);
+inline float logistic(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+// Make a row's weights of its logits: 0 where an expert is not chosen. Of equal ones the first is chosen. Overwrites the
+// logits.
+template <typename T>
+void choose_experts(const Experts<T>& experts, float* logits, float* weights) {
+    int64_t count = experts.num_experts - experts.has_shared;
     float highest = *std::max_element(logits, logits + count), total = 0, total_chosen = 0;
-    for (int64_t e = 0; e < count; e++) total += powers[e] = std::exp(logits[e] - highest);
-    std::fill_n(logits, count, 0.0f);
-    for (int64_t n = 0; n < num_chosen; n++) {
-        int64_t best = std::max_element(powers.begin(), powers.end()) - powers.begin();
-        total_chosen += logits[best] = powers[best];
-        powers[best] = -1;
+    for (int64_t e = 0; e < count; e++) total += std::exp(logits[e] - highest);
+    std::fill_n(weights, count, 0.0f);
+    for (int64_t n = 0; n < experts.num_chosen; n++) {
+        int64_t best = std::max_element(logits, logits + count) - logits;
+        float score = experts.has_sigmoid_scores ? logistic(logits[best]) : std::exp(logits[best] - highest);
+        total_chosen += weights[best] = score;
+        logits[best] = -std::numeric_limits<float>::infinity();
     }
-    float scale = 1.0f / (has_normalised_weights ? total_chosen : total);
-    for (int64_t e = 0; e < count; e++) logits[e] *= scale;
+    if (experts.has_normalised_weights || !experts.has_sigmoid_scores) {
+        float scale = 1.0f / (experts.has_normalised_weights ? total_chosen : total);
+        for (int64_t e = 0; e < count; e++) weights[e] *= scale;
+    }
+    if (experts.has_shared) weights[count] = experts.has_shared_gate() ? logistic(logits[count]) : 1.0f;
 }
 
 // sums += weight * x
@@ -49,20 +62,19 @@ inline void add_weighted(const float* x, float weight, float* sums, int64_t size
 // y [rows, size] of x [rows, size]; `gate_up` and `expanded` are scratch for all rows of an expert. All threads.
 template <typename T>
 void run_experts(const Experts<T>& experts, const T* x, T* y, int64_t rows, T* gate_up, T* expanded) {
-    static thread_local std::vector<float> memory;  // weights, then the sums and an expert's results
+    static thread_local std::vector<float> memory;  // logits, weights, then the sums and an expert's results
     static thread_local std::vector<T> gathered;
     static thread_local std::vector<int64_t> found;
-    int64_t count = experts.num_experts, last = count - 1, size = experts.router.depth;
-    memory.resize(std::max<size_t>(memory.size(), rows * (count + 2 * size)));
+    int64_t count = experts.num_experts, scored = experts.router.columns, size = experts.router.depth;
+    memory.resize(std::max<size_t>(memory.size(), rows * (scored + count + 2 * size)));
     gathered.resize(std::max<size_t>(gathered.size(), rows * size));
-    float *weights = memory.data(), *sums = weights + rows * count, *results = sums + rows * size;
+    float *logits = memory.data(), *weights = logits + rows * scored;
+    float *sums = weights + rows * count, *results = sums + rows * size;
     T* inputs = gathered.data();
-    experts.router(x, weights, rows);
+    experts.router(x, logits, rows);
 #pragma omp parallel for schedule(static) if (rows >= kMinParallelRows)
     for (int64_t row = 0; row < rows; row++) {
-        float* of_row = weights + row * count;
-        choose_experts(of_row, count - experts.has_shared, experts.num_chosen, experts.has_normalised_weights);
-        if (experts.has_shared) of_row[last] = 1.0f / (1.0f + std::exp(-of_row[last]));
+        choose_experts(experts, logits + row * scored, weights + row * count);
         std::fill_n(sums + row * size, size, 0.0f);
     }
     for (int64_t e = 0; e < count; e++) {
@@ -73,16 +85,21 @@ void run_experts(const Experts<T>& experts, const T* x, T* y, int64_t rows, T* g
         int64_t num_found = found.size();
         const int64_t* row_of = found.data();
 #pragma omp parallel for schedule(static) if (num_found >= kMinParallelRows)
-        for (int64_t i = 0; i < num_found; i++)
+        for (int64_t i = 0; i < num_found; i++) {
             std::memcpy((void*)(inputs + i * size), x + row_of[i] * size, size * sizeof(T));
+            if (experts.has_weighted_inputs)
+                scale_row(inputs + i * size, weights[row_of[i] * count + e], size);
+        }
         experts.gate_up[e](inputs, gate_up, num_found);
         if (experts.clamped_gate.limit > 0)
             gate_mul(experts.clamped_gate, gate_up, expanded, num_found, experts.down[e].depth);
         else gate_mul<Activation::kSilu>(gate_up, expanded, num_found, experts.down[e].depth);
         experts.down[e](expanded, results, num_found);
 #pragma omp parallel for schedule(static) if (num_found >= kMinParallelRows)
-        for (int64_t i = 0; i < num_found; i++)
-            add_weighted(results + i * size, weights[row_of[i] * count + e], sums + row_of[i] * size, size);
+        for (int64_t i = 0; i < num_found; i++) {
+            float weight = experts.has_weighted_inputs ? 1.0f : weights[row_of[i] * count + e];
+            add_weighted(results + i * size, weight, sums + row_of[i] * size, size);
+        }
     }
 #pragma omp parallel for schedule(static) if (rows >= kMinParallelRows)
     for (int64_t row = 0; row < rows; row++)

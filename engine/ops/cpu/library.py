@@ -46,12 +46,11 @@ class Step(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of paged.h: one layer's pages, norms, sinks and rotations; window 0 means none."""
+    """`Layer` of paged.h: one layer's pages, norms, sinks and rotations; a window of 0 tokens means none."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm", "sinks", "cos", "sin")),
-        ("window", c_int64),
-        ("page_format", c_int64),
+        *((name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm", "sinks", "cos", "sin", "query_factors")),
+        *((name, c_int64) for name in ("window_tokens", "has_chunks", "page_format")),
     ]
 
 
@@ -113,7 +112,13 @@ class PackedExperts(ctypes.Structure):
     _fields_ = [
         ("router", PackedWeight),
         *((name, POINTER(PackedWeight)) for name in ("gate_up", "down")),
-        *((name, c_int64) for name in ("num_experts", "num_chosen", "has_normalised_weights", "has_shared")),
+        *(
+            (name, c_int64)
+            for name in (
+                *("num_experts", "num_chosen", "has_normalised_weights", "has_sigmoid_scores"),
+                *("has_weighted_inputs", "has_shared"),
+            )
+        ),
         *((name, c_float) for name in ("steepness", "limit")),
     ]
 

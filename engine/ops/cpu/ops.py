@@ -60,7 +60,8 @@ class CpuOps:
             Layer(
                 keys=parts[0].data_ptr(),
                 values=parts[-1].data_ptr(),
-                window=window or 0,
+                window_tokens=0 if window is None else window.num_tokens,
+                has_chunks=window is not None and window.is_chunk,
                 page_format=PAGE_FORMATS.get(store.kv_format.name, PLAIN_PAGES),
             )
             for parts, window in zip(store.layers, config.windows, strict=True)
@@ -88,9 +89,9 @@ class _PlannedStep:
 
     def __init__(self, metadata: AttentionMetadata, config: DecoderConfig, ropes: Seq[RotaryEmbedding]) -> None:
         positions = torch.from_numpy(metadata.positions)
-        angles = {rope: rope.half_angles(positions) for rope in set(ropes)}
-        self.angles = [angles[rope] for rope in ropes]
-        """Cosines and sines of each layer."""
+        made = {rope: (*rope.half_angles(positions), rope.query_factors(positions)) for rope in set(ropes)}
+        self.rotations = [made[rope] for rope in ropes]
+        """Cosines and sines of each layer, and the factors of queries or None."""
         copies: list[array[int]] = []
         tables = np.array([_table_address(span, copies) for span in metadata.spans], dtype=np.int64)
         self._alive = (metadata, copies, tables)
@@ -172,7 +173,8 @@ class CpuStepOps:
     def pages(self, layer_idx: int, q_norm: Tensor | None, k_norm: Tensor | None, sinks: Tensor | None) -> Any:
         """Return the address of a layer's pages, norms, sinks and rotations, for kernels."""
         layer = self._layers[layer_idx]
-        layer.cos, layer.sin = (each.data_ptr() for each in self._planned[layer_idx].angles[layer_idx])
+        rotation = self._planned[layer_idx].rotations[layer_idx]
+        layer.cos, layer.sin, layer.query_factors = (_address_or_null(each) for each in rotation)
         layer.q_norm, layer.k_norm, layer.sinks = (_address_or_null(each) for each in (q_norm, k_norm, sinks))
         return ctypes.byref(layer)
 
@@ -303,6 +305,8 @@ def _packed_experts(moe: Moe) -> PackedExperts:
         num_experts=count,
         num_chosen=config.num_chosen,
         has_normalised_weights=config.has_normalised_weights,
+        has_sigmoid_scores=config.has_sigmoid_scores,
+        has_weighted_inputs=config.has_weighted_inputs,
         has_shared=config.shared is not None,
     )
     if config.clamped_gate is not None:

@@ -31,6 +31,18 @@ struct Step {
     int64_t row_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
+// `Window` of engine/window.py.
+struct Window {
+    int64_t num_tokens;  // 0: every key is visible
+    int64_t is_chunk;
+
+    // The first key that a position sees.
+    int64_t first_visible(int64_t position) const {
+        if (!num_tokens) return 0;
+        return is_chunk ? position / num_tokens * num_tokens : std::max<int64_t>(0, position - num_tokens + 1);
+    }
+};
+
 template <typename T>
 struct Layer {
     T* keys;  // [num_blocks, block_size, num_kv_heads, head_dim], in plain pages
@@ -39,7 +51,8 @@ struct Layer {
     const float* k_norm;
     const T* sinks;  // [num_heads] or null: logits that join the softmax of their query head and have no value
     const float *cos, *sin;  // [num_tokens, rope_dim / 2]
-    int64_t window;  // 0: none
+    const float* query_factors;  // [num_tokens] of rotated queries, or null: 1
+    Window window;
     PageFormat format;
 
     bool has_codes() const { return format != PageFormat::kPlain; }
@@ -112,11 +125,6 @@ KVRELAY_ONCE void soften(
         peak = best;
     }
     total += sum(mass);
-}
-
-// The first key that the window of the last of `context` tokens shows.
-inline int64_t oldest_key(int64_t window, int64_t context) {
-    return window ? std::max<int64_t>(0, context - window) : 0;
 }
 
 // Where the keys and values of a tile lie, from some key head on, of which keys [begin, end) are read. Other places

@@ -75,9 +75,9 @@ inline void multiply_tile(Strided<const T> a, int64_t rows, int64_t depth, Strid
         }
 }
 
-// Hide what a query row must not see: keys after its position, and keys its window has left.
-inline void hide(float* row, int64_t first_key, int64_t position, int64_t window) {
-    int64_t oldest = window ? position - window + 1 : 0;
+// Hide what a query row must not see: keys after its position, and keys before its window.
+inline void hide(float* row, int64_t first_key, int64_t position, Window window) {
+    int64_t oldest = window.first_visible(position);
     for (int64_t k = 0; k < kTileKeys; k++)
         if (first_key + k > position || first_key + k < oldest) row[k] = kNever;
 }
@@ -88,13 +88,13 @@ inline int64_t multiplied_keys(int64_t count) { return std::min(kTileKeys, (coun
 // Add `keys` packed keys, the first of which is `at`, to what `rows` query rows have summed, from row `own` of `partial`
 // on. Query row r is at position first + r / group.
 template <typename T>
-inline void add_tile(const Step& step, int64_t window, int64_t at, int64_t keys, const T* queries, int64_t rows,
+inline void add_tile(const Step& step, Window window, int64_t at, int64_t keys, const T* queries, int64_t rows,
                      int64_t first, TileBuffers<T>& tile, Partial& partial, int64_t own) {
     int64_t dim = step.head_dim, last = first + (rows - 1) / step.group();
     float* out = partial.out.data() + own * dim;
     multiply_tile<Into::kStore, T>(
         {queries, dim}, rows, dim, {tile.keys.data(), panel_size<T>(dim)}, keys, {tile.scores.data(), kTileKeys});
-    bool is_whole = at + kTileKeys - 1 <= first && (!window || at >= last - window + 1);
+    bool is_whole = at + kTileKeys - 1 <= first && at >= window.first_visible(last);
     for (int64_t r = 0; r < rows; r++) {
         float* row = tile.scores.data() + r * kTileKeys;
         if (!is_whole) hide(row, at, first + r / step.group(), window);
@@ -124,7 +124,7 @@ void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, con
         const T* query = token + (item.first_head * group + r % group) * dim;
         std::memcpy(tile.queries.data() + r * dim, query, dim * sizeof(T));
     }
-    int64_t oldest = oldest_key(layer.window, first + 1), begin = oldest / kTileKeys * kTileKeys;
+    int64_t oldest = layer.window.first_visible(first), begin = oldest / kTileKeys * kTileKeys;
     const int32_t* table = step.block_tables[item.seq];
     TileRows<T> found;
     CodeGroups<kTileKeys / kLanes> codes;

@@ -60,12 +60,13 @@ class TritonOps:
         self._tile_tokens = tile_tokens(self._dtype, config.head_dim, config.num_heads // config.num_kv_heads)
         self._num_sms = _count_sms(self._device)
         self._attend_chunks = cudnn_attention if uses_cudnn else prefill_attention
+        assert not any(window is not None and window.is_chunk for window in config.windows), "mixtures run on CPUs only"
         scales = kv_scales or [(1.0, 1.0)] * config.num_layers
         self._pages = tuple(
             LayerPages(
                 keys=keys,
                 values=values,
-                window=window,
+                window=None if window is None else window.num_tokens,
                 key_scale=key_scale,
                 value_scale=value_scale,
                 attention_scale=config.attention_scale,

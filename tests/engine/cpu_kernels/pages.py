@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
@@ -11,14 +12,15 @@ from engine.ops.torch_pages import layer_pages
 from engine.pages.kv_cache import TorchKvStore, kv_shape
 from engine.pages.kv_format import KvDtype
 from engine.weights.config import DecoderConfig, parse_config
+from engine.window import Window
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
 
 
-def make_config(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None) -> DecoderConfig:
+def make_config(num_heads: int, num_kv_heads: int, head_dim: int, window: Window | None) -> DecoderConfig:
     """Return the shape of a model of one layer."""
-    return parse_config(
+    config = parse_config(
         {
             "architectures": ["MistralForCausalLM"],
             "vocab_size": 16,
@@ -28,10 +30,10 @@ def make_config(num_heads: int, num_kv_heads: int, head_dim: int, window: int | 
             "num_attention_heads": num_heads,
             "num_key_value_heads": num_kv_heads,
             "head_dim": head_dim,
-            "sliding_window": window,
             "max_position_embeddings": 4096,
         }
     )
+    return replace(config, windows=(window,))
 
 
 def make_store(
@@ -66,6 +68,11 @@ def spans_for(lengths: list[tuple[int, int]], block_size: int, num_blocks: int =
         table = array("i", [free.pop() for _ in range(-(-(num_computed + num_new) // block_size))])
         spans.append(SequenceSpan(num_computed=num_computed, num_new_tokens=num_new, block_table=table))
     return spans
+
+
+def windows_of(*sizes: int) -> st.SearchStrategy[Window | None]:
+    """Return a strategy for windows of these sizes, which slide or are chunks, and for none."""
+    return st.none() | st.builds(Window, num_tokens=st.sampled_from(sizes), is_chunk=st.booleans())
 
 
 lengths = st.lists(

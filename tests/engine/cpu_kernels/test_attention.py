@@ -21,7 +21,8 @@ from engine.ops.torch_ops import TorchOps
 from engine.ops.torch_pages import CodeLayout, place
 from engine.pages.kv_cache import TorchKvStore
 from engine.pages.kv_format import KvDtype
-from tests.engine.cpu_kernels.pages import NUM_BLOCKS, lengths, make_config, make_qkv, make_store, spans_for
+from engine.window import Window
+from tests.engine.cpu_kernels.pages import NUM_BLOCKS, lengths, make_config, make_qkv, make_store, spans_for, windows_of
 
 CODES: tuple[KvDtype, ...] = ("int8", "int4")
 FORMATS: tuple[KvDtype, ...] = ("auto", *CODES)
@@ -38,7 +39,7 @@ def attend(ops: TorchOps | CpuOps, spans: list[SequenceSpan], qkv: Tensor, sinks
     heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (6, 2), (5, 1), (9, 3), (8, 1)]),
     head_dim=st.sampled_from([32, 64, 96, 128, 256]),
     block_size=st.sampled_from([16, 32]),
-    window=st.sampled_from([None, 1, 7, 64, 100]),
+    window=windows_of(1, 7, 64, 100),
     has_norms=st.booleans(),
     has_sinks=st.booleans(),
 )
@@ -48,7 +49,7 @@ def test_attention_when_float32_equals_torch(
     heads: tuple[int, int],
     head_dim: int,
     block_size: int,
-    window: int | None,
+    window: Window | None,
     has_norms: bool,
     has_sinks: bool,
 ) -> None:
@@ -93,7 +94,7 @@ def stored(store: TorchKvStore, span: SequenceSpan) -> tuple[Tensor, Tensor, Ten
     lengths=lengths,
     heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (6, 2), (9, 3)]),
     head_dim=st.sampled_from([32, 64, 96, 128, 256]),
-    window=st.sampled_from([None, 7, 100]),
+    window=windows_of(7, 100),
     has_sinks=st.booleans(),
 )
 def test_attention_over_codes_equals_torch(
@@ -102,7 +103,7 @@ def test_attention_over_codes_equals_torch(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int],
     head_dim: int,
-    window: int | None,
+    window: Window | None,
     has_sinks: bool,
 ) -> None:
     config = make_config(*heads, head_dim, window)
@@ -183,9 +184,12 @@ def test_attention_keeps_a_rows_bits_in_any_batch(kernels: CpuKernels, kv_dtype:
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((2, 2), 32), ((7, 1), 96), ((20, 1), 64)])
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (100, True)])
+@pytest.mark.parametrize(
+    ("window", "has_sinks"),
+    [(None, False), (Window(num_tokens=100), True), (Window(num_tokens=100, is_chunk=True), False)],
+)
 def test_attention_of_a_token_has_the_same_bits_decoded_and_in_any_chunk(
-    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: int | None, has_sinks: bool
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: Window | None, has_sinks: bool
 ) -> None:
     """An answer that goes on elsewhere was decoded there token by token, and is read here in one piece."""
     config = make_config(*heads, head_dim, window)

@@ -34,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 64},
     "gpt_oss": {"head_dim": 32, "intermediate_size": 76},
+    "llama4": {"head_dim": 32, "intermediate_size": 76},
+    "llama4-bias": {"head_dim": 64},
     "mixtral-window": {"head_dim": 32, "intermediate_size": 76},
     "qwen2_moe": {},
     "qwen3_moe-window": {"head_dim": 32, "num_experts": 6},

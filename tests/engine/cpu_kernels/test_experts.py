@@ -42,6 +42,18 @@ _RAW: dict[str, Any] = {
 CONFIG = parse_config(_RAW)
 SHARED = parse_config(_RAW | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 90})
 GPT_OSS = parse_config(_RAW | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 12, "sliding_window": 9})
+LLAMA_4 = parse_config(
+    _RAW
+    | {
+        "architectures": ["Llama4ForCausalLM"],
+        "num_local_experts": 12,
+        "intermediate_size_mlp": 80,
+        "intermediate_size": 34,
+        "attention_chunk_size": 17,
+        "no_rope_layer_interval": 2,
+        "floor_scale": 5,
+    }
+)
 DEEPSEEK = parse_config(CONFIGS["tiny-deepseek"])  # its routers have as many rows as two layers' of 4
 NUM_TOKENS = 12
 
@@ -54,7 +66,16 @@ def make_weights(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> DecoderW
 
 @pytest.mark.parametrize(
     ("config", "method"),
-    [(CONFIG, None), (CONFIG, "int8"), (SHARED, "int4"), (SHARED, None), (GPT_OSS, None), (GPT_OSS, "int4")],
+    [
+        (CONFIG, None),
+        (CONFIG, "int8"),
+        (SHARED, "int4"),
+        (SHARED, None),
+        (GPT_OSS, None),
+        (GPT_OSS, "int4"),
+        (LLAMA_4, None),
+        (LLAMA_4, "int8"),
+    ],
 )
 def test_a_token_gets_the_same_bits_alone_as_in_any_crowd(
     kernels: CpuKernels, config: DecoderConfig, method: QuantizationMethod | None
