@@ -19,6 +19,7 @@ class KvShape:
     """Shape of one block; equal fingerprints mean exchangeable blocks."""
 
     num_layers: int
+    """Layers with keys and values of their own."""
     num_kv_heads: int
     head_dim: int
     block_size: int

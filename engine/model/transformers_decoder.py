@@ -43,7 +43,7 @@ class TransformersOps:
     name = "transformers"
 
     def __init__(self, config: TransformersConfig, store: TorchKvStore) -> None:
-        self._attention = TorchPagedAttention(store, config.windows, config.scores)
+        self._attention = TorchPagedAttention(store, config.windows, config.scores, kv_layers=config.kv_layers)
         self._device = store.layers[0][0].device
 
     def plan(self, metadata: AttentionMetadata) -> TransformersStep:
@@ -117,6 +117,7 @@ class _DecoderOutput(MoeModelOutputWithPast):
     """Output of a decoder, with all fields that a causal language model reads."""
 
     cross_attentions: None = None
+    shared_kv_states: None = None
 
 
 class _KnownHidden(nn.Module):

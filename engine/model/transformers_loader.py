@@ -60,6 +60,8 @@ TESTED_ARCHITECTURES = frozenset(
         "GPT2LMHeadModel",
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
+        "Gemma3nForCausalLM",
+        "Gemma4ForCausalLM",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",

@@ -4,11 +4,13 @@ transformers has some two hundred decoders, each with its own names for heads, s
 names, the model is built on the meta device, where tensors have shapes and no content, and called with three tokens;
 every layer states its demands in its call of the attention function. Demands that a paged cache of keys and values
 cannot meet are refused by name, before a weight is read: linear attention and other state, latent attention, cross
-attention, biases, attention in chunks, layers that share keys or differ in their heads.
+attention, biases, attention in chunks, layers that differ in their heads. A layer that attends to the very keys and
+values of an earlier one shares its pages.
 """
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,6 +95,7 @@ def read_transformers_config(model_dir: Path, *, dtype: torch.dtype) -> Transfor
         max_position_embeddings=_max_positions(config),
         windows=tuple(None if window is None else Window(num_tokens=window) for window in windows),
         scores=tuple(call.score for call in layers),
+        kv_layers=_kv_layers(layers),
         source=hashlib.blake2b(repr(essentials).encode(), digest_size=16).hexdigest(),
     )
 
@@ -134,6 +137,8 @@ class _Call:
     head_dim: int
     window: int | None
     score: ScoreFunction
+    kv: tuple[Tensor, Tensor]
+    """Keys and values; the same objects where layers share them."""
 
 
 @dataclass(slots=True)
@@ -152,8 +157,6 @@ def _refuse_by_config(config: Any) -> None:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if unknown:
         raise UnsupportedModel(f"layer_types: {', '.join(unknown)} is not supported")
-    if getattr(config, "num_kv_shared_layers", None):
-        raise UnsupportedModel("num_kv_shared_layers: layers that share keys and values are not supported")
 
 
 def _trial_run(config: Any, dtype: torch.dtype) -> list[_Call]:
@@ -204,6 +207,7 @@ def _record(
             head_dim=key.shape[3],
             window=window,
             score=ScoreFunction(scale=scale, softcap=softcap),
+            kv=(key, value),
         )
     )
     return query.transpose(1, 2), None
@@ -228,6 +232,23 @@ def _one_call_per_layer(calls: list[_Call], num_layers: int) -> list[_Call]:
             f" registry, {len(calls)} times in all; each has to, once"
         )
     return calls
+
+
+def _kv_layers(layers: list[_Call]) -> tuple[int, ...]:
+    """Return the layer of the pages that each layer has: those with the same keys and values have one."""
+    owners: list[_Call] = []
+    found: list[int] = []
+    for call in layers:
+        owner = next((i for i, each in enumerate(owners) if all(map(operator.is_, each.kv, call.kv))), len(owners))
+        if owner == len(owners):
+            owners.append(call)
+        elif owners[owner].window != call.window:
+            raise UnsupportedModel(
+                f"layer {call.layer_idx} has a window of {call.window} over keys and values of layer"
+                f" {owners[owner].layer_idx}, whose window is {owners[owner].window}"
+            )
+        found.append(owner)
+    return tuple(found)
 
 
 def _check_windows(config: Any, windows: tuple[int | None, ...]) -> None:

@@ -87,17 +87,20 @@ class TorchPagedAttention:
         windows: Seq[Window | None],
         scores: Seq[ScoreFunction] = (),
         *,
+        kv_layers: Seq[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Take a window and a score function per layer; without `scores`, all have the plain one.
 
+        `kv_layers`: layer of the pages that each layer has; None: its own. Layers that share one have equal windows,
+        and equal keys and values, which each of them writes.
         `dtype` is that of queries, keys and values; None: that of the pages, which hold no codes then.
         """
         self._store = store
         self._dtype = dtype or store.kv_format.dtype
+        self._kv_layers = range(len(store.layers)) if kv_layers is None else tuple(kv_layers)
         self._pages = tuple(
-            () if i in store.shape.state_layers else layer_pages(store, i, self._dtype)
-            for i in range(len(store.layers))
+            () if i in store.shape.state_layers else layer_pages(store, i, self._dtype) for i in self._kv_layers
         )
         self._windows = tuple(windows)
         self._scores = tuple(scores) or (ScoreFunction(),) * len(self._windows)
@@ -111,7 +114,7 @@ class TorchPagedAttention:
             on_pages[True] = metadata.on_window_pages(self._store.window_page_of)
         device = self._store.layers[0][0].device
         slots = {key: torch.from_numpy(each.slot_mapping).to(device) for key, each in on_pages.items()}
-        kinds = [(window, layer_idx in window_layers) for layer_idx, window in enumerate(self._windows)]
+        kinds = [(window, i in window_layers) for i, window in zip(self._kv_layers, self._windows, strict=True)]
         plans = {
             (window, is_apart): _make_plan(on_pages[is_apart], slots[is_apart], window, self._store, self._dtype)
             for window, is_apart in set(kinds)

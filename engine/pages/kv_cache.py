@@ -59,9 +59,9 @@ def windowed_layers(config: DecoderConfig | TransformersConfig, max_model_len: i
         return WindowedLayers(
             layers=tuple(sorted(config.recurrent.layers)), num_tokens=1, state_size=config.recurrent.state_size
         )
-    layers = tuple(layer_idx for layer_idx, window in enumerate(config.windows) if window is not None)
-    windows = {window for window in config.windows if window is not None}
-    if not windows or len(layers) == config.num_layers:
+    layers = tuple(layer_idx for layer_idx, window in enumerate(config.kv_windows) if window is not None)
+    windows = {window for window in config.kv_windows if window is not None}
+    if not windows or len(layers) == len(config.kv_windows):
         return None
     longest = max(windows, key=lambda window: window.num_tokens)
     if 2 * longest.num_tokens > max_model_len:
@@ -81,7 +81,7 @@ def kv_shape(
     """Return the shape of the pages of a model that computes in `dtype`."""
     pages = kv_format(kv_dtype, dtype)
     return KvShape(
-        num_layers=config.num_layers,
+        num_layers=len(config.kv_windows),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,

@@ -119,6 +119,11 @@ class DecoderConfig:
         return None if self.experts is None or layer_idx in self.experts.dense_layers else self.experts
 
     @property
+    def kv_windows(self) -> tuple[Window | None, ...]:
+        """Window of each layer of the pages."""
+        return self.windows
+
+    @property
     def kv_parts_per_layer(self) -> int:
         """See `KvShape`."""
         return 2 if self.latent is None else 1
@@ -296,8 +301,15 @@ class TransformersConfig:
     """Window of each layer; None: a token attends to all before it."""
     scores: tuple[ScoreFunction, ...]
     """Score function of each layer."""
+    kv_layers: tuple[int, ...]
+    """Layer of the pages that each layer reads and writes; layers that share keys and values have one."""
     kv_parts_per_layer: ClassVar[int] = 2
     """See `KvShape`."""
     recurrent: ClassVar[RecurrentConfig | None] = None
     source: str
     """Digest of config.json and the version of transformers, for everything else that the arithmetic depends on."""
+
+    @property
+    def kv_windows(self) -> tuple[Window | None, ...]:
+        """Window of each layer of the pages."""
+        return tuple(self.windows[self.kv_layers.index(kv_layer)] for kv_layer in sorted(set(self.kv_layers)))

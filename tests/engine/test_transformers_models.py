@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from common.ids import BlockId
 from engine.events import Started
+from engine.model import transformers_trial
 from engine.model.transformers_decoder import TransformersDecoder, TransformersOps
 from engine.model.transformers_loader import TESTED_ARCHITECTURES, load_transformers_decoder
 from engine.model.transformers_trial import read_transformers_config
@@ -23,6 +24,7 @@ from engine.weights.config import ScoreFunction, UnsupportedModel, is_native
 from engine.window import Window
 from tests.builders import BLOCK_SIZE, assert_empty, core_on, make_request, served
 from tests.engine.driver import Driver, load, make_sequence
+from tests.engine.every_way import assert_answers_are_those_of_transformers
 from tests.engine.tiny_models import MAX_MODEL_LEN, TRANSFORMERS_MODELS, make_model, make_prompt, reference_tokens
 
 CPU = torch.device("cpu")
@@ -121,6 +123,34 @@ def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, checkpo
     assert_empty(core)
 
 
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_layers_that_share_keys_have_pages_once_and_answer_as_transformers(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    executor = load(checkpoint(name), num_blocks=20)
+    assert read_transformers_config(checkpoint(name), dtype=torch.float32).kv_layers == (0, 1, 2, 2, 1)
+    shape = executor.kv.shape
+    assert shape.num_layers == 3
+    assert shape.windowed is not None
+    assert shape.windowed.layers == (0, 2)
+    assert_answers_are_those_of_transformers(make_model(name), executor, num_tokens=2 * NUM_TOKENS)
+
+
+def test_shared_keys_under_another_window_are_refused_by_name(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.transformers_trial._check_windows", lambda config, windows: None)
+    tried = transformers_trial._trial_run  # noqa: SLF001
+
+    def widened(*arguments: Any) -> Any:
+        *calls, last = tried(*arguments)
+        return [*calls, dataclasses.replace(last, window=9)]
+
+    monkeypatch.setattr("engine.model.transformers_trial._trial_run", widened)
+    with pytest.raises(UnsupportedModel, match="layer 4 has a window of 9 over keys and values of layer 1, whose"):
+        read_transformers_config(checkpoint("gemma4"), dtype=torch.float32)
+
+
 def test_generate_in_two_engines_in_two_threads_keeps_them_apart(gemma2: Path, tmp_path: Path) -> None:
     make_model("gemma2", seed=1).save_pretrained(tmp_path)
     prompts = [make_prompt(num, seed=num) for num in (9, 30)]
@@ -184,7 +214,7 @@ def test_read_transformers_config_when_anything_in_config_json_differs_differs(g
         ("qwen3_next", {"num_experts": 4}, "linear_attention is not supported"),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv is not supported"),
         ("mamba", {}, "linear_attention is not supported"),
-        ("gemma4_text", {"hidden_size_per_layer_input": 0}, "layers differ in|layers that share keys"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 0}, "layers differ in"),
         ("diffllama", {}, "8 times in all"),
         ("bloom", {}, "0 of 4 layers attend"),
         ("doge", {}, "makes its own attention mask"),

@@ -216,6 +216,15 @@ _WINDOWS: dict[str, Any] = {
     "sliding_window": 7,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_SHARED_KEYS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
@@ -247,6 +256,16 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **_SHARED_KEYS,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0],
+        },
+    ),
+    "gemma4": ("gemma4_text", {**_SHARED_KEYS, "global_head_dim": 16}),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
     "glm4_moe": ("glm4_moe", {**_SHARED_EXPERTS, "use_qk_norm": True}),
