@@ -99,6 +99,24 @@ def test_transfers_leave_the_window_pages_that_the_first_in_line_waits_for() -> 
     assert_empty(core)
 
 
+def test_behind_the_start_of_a_chunk_no_page_is_needed() -> None:
+    chunk = FakeWindow(num_tokens=10 * BLOCK_SIZE, num_pages=200, is_chunk=True)
+    core = make_core(num_blocks=400, max_step_tokens=400, max_steps_in_flight=1, window=chunk)
+    windows = core.pool.windows
+    assert windows is not None
+    request = make_request([i % 2 for i in range(30 * BLOCK_SIZE - 2)], max_tokens=30, ignore_eos=True)
+    group, collector = submit(core, request)
+    needed: dict[int, int] = {}
+    while core.has_work:
+        step(core)
+        if group.sequences[0].block_table:
+            needed[group.sequences[0].num_ready // BLOCK_SIZE] = windows.num_needed
+    assert collector.token_ids() == expected_tokens(request)
+    # The last token of a whole number of blocks may be computed again, for another prompt that ends there.
+    assert [needed[num_blocks] for num_blocks in range(29, 35)] == [10, 11, 2, 3, 4, 5]
+    assert_empty(core)
+
+
 def test_more_texts_are_in_work_while_answers_are_written() -> None:
     core = _core(num_pages=150)
     requests = [make_request(PROMPT * 30, salt=str(i), max_tokens=20, ignore_eos=True) for i in range(3)]
