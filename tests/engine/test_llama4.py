@@ -17,6 +17,7 @@ from engine.runner import ModelExecutor
 from engine.weights.config import UnsupportedModel
 from engine.window import Window
 from tests.builders import BLOCK_SIZE, core_on, make_request, served
+from tests.engine.drafting import GuessingDrafter, eager
 from tests.engine.driver import GREEDY, Driver, load, make_sequence
 from tests.engine.every_way import assert_answers_are_those_of_transformers
 from tests.engine.tiny_models import make_model, make_prompt, reference_tokens
@@ -93,6 +94,19 @@ def test_each_of_n_samples_is_the_one_that_it_is_alone(load_it: Load) -> None:
         alone.sample_index = sample_index
         (single,) = Driver(executor, seed=2).step([(alone, len(prompt))])
         assert [each.token_id for each in single.sampled] == [sampled.token_id]
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+def test_answers_with_drafts_across_chunks_are_those_without(llama: tuple[Any, Path], rate: float) -> None:
+    executor = load(llama[1])
+    if not executor.verifies_drafts:
+        pytest.skip("no compiled kernels on this machine")
+    request = make_request(make_prompt(5 * BLOCK_SIZE - 2), max_tokens=4 * BLOCK_SIZE, ignore_eos=True)
+    plain = served(core_on(executor), request).outputs
+    answer = [output.token_id for output in plain]
+    core = core_on(executor, speculator=eager(GuessingDrafter(lambda _sequence: answer, rate=rate)))
+    assert served(core, request).outputs == plain
+    assert core.load().num_accepted_tokens > BLOCK_SIZE
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
