@@ -1,7 +1,9 @@
 """The architectures that our own decoder computes: what their config.json means, and the names in their checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 
 class Activation(Enum):
@@ -279,3 +281,12 @@ ARCHITECTURES = {
         experts=replace(_QWEN_SHARED_EXPERTS, has_normalised_weights=True),
     ),
 }
+_WRAPPED = {"Llama4ForConditionalGeneration": "Llama4ForCausalLM"}
+"""Architecture of the language model in a multimodal one, whose `text_config` describes it."""
+
+
+def language_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what config.json says of a multimodal model's language model; all of it for others."""
+    names = [_WRAPPED[name] for name in raw.get("architectures") or () if name in _WRAPPED]
+    inner = raw.get("text_config")
+    return {**inner, "architectures": names} if names and isinstance(inner, Mapping) else raw

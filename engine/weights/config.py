@@ -9,8 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from engine.weights.architectures import ARCHITECTURES, Activation, Architecture, Recurrence
-from engine.weights.config_json import MAX_LAYERS, MAX_SIZE, UnsupportedModel, count, positive, read_json
+from engine.weights.architectures import ARCHITECTURES, Activation, Architecture, Recurrence, language_part
+from engine.weights.config_json import (
+    MAX_LAYERS,
+    MAX_SIZE,
+    UnsupportedModel,
+    count,
+    positive,
+    read_json,
+)
 from engine.weights.delta import parse_delta
 from engine.weights.experts import ExpertsConfig, parse_experts
 from engine.weights.latent import LatentConfig, parse_latent
@@ -23,6 +30,7 @@ from engine.weights.rope_config import (
     parse_query_growth,
     parse_ropes,
     parse_unrotated_layers,
+    parse_unweighted_qk_norm,
     rotary_dim,
 )
 from engine.weights.windows import parse_windows
@@ -158,12 +166,14 @@ _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidire
 
 def is_native(raw: Mapping[str, Any], device_type: str) -> bool:
     """Whether our own decoder computes the model that a config.json describes; mixtures of experts only on CPUs."""
-    found = [ARCHITECTURES[name] for name in raw.get("architectures") or () if name in ARCHITECTURES]
+    names = language_part(raw).get("architectures") or ()
+    found = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
     return any(each.experts is None or device_type == "cpu" for each in found)
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises UnsupportedModel, naming the unsupported feature."""
+    raw = language_part(raw)
     architecture = _architecture(raw)
     key, expected = architecture.activation_key, architecture.activation.value
     if (raw.get(key) or expected) != expected:
@@ -214,7 +224,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         windowed_rope=windowed_rope,
         unrotated_layers=parse_unrotated_layers(raw, architecture),
         query_growth=parse_query_growth(raw, architecture),
-        has_unweighted_qk_norm=_has_unweighted_qk_norm(raw, architecture, rope),
+        has_unweighted_qk_norm=parse_unweighted_qk_norm(raw, architecture, rope),
         has_interleaved_pairs=architecture.has_interleaved_pairs,
         attention_scale=_attention_scale(raw, architecture, latent, rope),
         activation=architecture.activation,
@@ -240,14 +250,6 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
             return ARCHITECTURES[name]
     found = ", ".join(names) or f"none named (model_type: {raw.get('model_type')!r})"
     raise UnsupportedModel(f"architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
-
-
-def _has_unweighted_qk_norm(raw: Mapping[str, Any], architecture: Architecture, rope: RopeConfig) -> bool:
-    if not architecture.has_unweighted_qk_norm or not raw.get("use_qk_norm", True):
-        return False
-    if rope.rope_type is RopeType.YARN:  # the norm is behind the rotation, which must not change lengths
-        raise UnsupportedModel("use_qk_norm: a norm behind rotary embedding of type 'yarn' is not supported")
-    return True
 
 
 def _attention_scale(

@@ -120,6 +120,15 @@ def parse_query_growth(raw: Mapping[str, Any], architecture: Architecture) -> Qu
     )
 
 
+def parse_unweighted_qk_norm(raw: Mapping[str, Any], architecture: Architecture, rope: RopeConfig) -> bool:
+    """Return whether rotated queries and keys are normalised without weights. Raises UnsupportedModel."""
+    if not architecture.has_unweighted_qk_norm or not raw.get("use_qk_norm", True):
+        return False
+    if rope.rope_type is RopeType.YARN:  # the norm is behind the rotation, which must not change lengths
+        raise UnsupportedModel("use_qk_norm: a norm behind rotary embedding of type 'yarn' is not supported")
+    return True
+
+
 def longest_text(raw: Mapping[str, Any]) -> int:
     """Return the tokens that a config.json's positions are good for. Raises UnsupportedModel.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from common.sampling import SamplingParams
@@ -124,6 +125,28 @@ def test_bfloat16_and_int8_weights_stay_near_float32(llama: tuple[Any, Path], ke
     )
     for found in (half, rounded):
         assert fmean(abs(a - b) for a, b in zip(found, exact, strict=True)) < 0.2 * pstdev(exact)
+
+
+def test_language_model_of_a_multimodal_checkpoint_answers_as_it_does_alone(
+    llama: tuple[Any, Path], tmp_path: Path
+) -> None:
+    alone, text_config = llama[0], llama[0].config
+    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes = {
+        "image_size": 4,
+        "patch_size": 2,
+        "vision_output_dim": 8,
+        "projector_input_dim": 8,
+        "projector_output_dim": 8,
+    }
+    config = transformers.Llama4Config(text_config=text_config.to_dict(), vision_config={**vision, **sizes})
+    whole = transformers.Llama4ForConditionalGeneration(config)
+    whole.language_model.load_state_dict(alone.state_dict())
+    whole.save_pretrained(tmp_path)
+    assert any(name.startswith("vision_model.") for name in load_file(tmp_path / "model.safetensors"))
+    executor, prompt = load(tmp_path), make_prompt(3 * BLOCK_SIZE)
+    (answer,) = Driver(executor).generate([make_sequence(prompt)], num_tokens=NUM_TOKENS)
+    assert answer == reference_tokens(alone, prompt, NUM_TOKENS, guess=answer)
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj"])

@@ -51,6 +51,7 @@ def sizes(config: DecoderConfig) -> tuple[int | None, ...]:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
         ({"architectures": None, "model_type": "mamba"}, "model_type: 'mamba'"),
+        ({"architectures": ["Llama4ForConditionalGeneration"]}, "Llama4ForConditionalGeneration is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type: 'longrope'"),
         ({"rope_scaling": {"type": "linear"}}, "needs factor"),

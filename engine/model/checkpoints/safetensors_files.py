@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.model.checkpoints.stacked_experts import StackOrder, split_experts
 from engine.weights.config import UnsupportedModel
 from engine.weights.grouped import GroupedWeight
 
+_LANGUAGE_MODEL = "language_model."
 _SOURCE_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -84,4 +86,29 @@ def open_safetensors(
                 files.update(dict.fromkeys(file.keys(), file))
             except SafetensorError as error:
                 raise UnsupportedModel(f"cannot read {path}: {error}") from error
+        files = _of_language_model(files)
         yield SafetensorsCheckpoint(files if stack_order is None else split_experts(files, stack_order), weight_format)
+
+
+def _of_language_model(files: dict[str, Any]) -> dict[str, Any]:
+    """Return the open file of each tensor of a multimodal checkpoint's language model, whose names there have a prefix.
+
+    Other checkpoints have no such names: all their tensors belong to one.
+    """
+    names = [name for name in files if name.startswith(_LANGUAGE_MODEL)]
+    return {name.removeprefix(_LANGUAGE_MODEL): _NamedTensor(files[name], name) for name in names} or files
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedTensor:
+    """A tensor of another name, in the place of an open file that has it."""
+
+    file: Any
+    name: str
+
+    def get_tensor(self, _name: str) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+    def get_slice(self, _name: str) -> Any:
+        return self.file.get_slice(self.name)
