@@ -72,8 +72,6 @@ class Architecture:
     """None: `attention_bias` decides, for the projection after attention too."""
     default_attention_bias: bool = False
     has_qk_norm: bool = False
-    has_unweighted_qk_norm: bool = False
-    """Whether, unless `use_qk_norm` is false, queries and keys of rotated layers have a norm without weights."""
     has_sinks: bool = False
     reads_mlp_bias: bool = False
     default_head_dim: int | None = None
@@ -90,11 +88,9 @@ class Architecture:
     default_chunk_size: int | None = None
     """Default of `attention_chunk_size`: layers that `layer_types` name, or those that are rotated, see chunks. None:
     there is no such key."""
-    default_unrotated_interval: int | None = None
+    default_nope_interval: int | None = None
     """Default of `no_rope_layer_interval`: every so many'th layer has no rotary embedding, unless `no_rope_layers` says
-    which. None: all layers have one."""
-    has_query_growth: bool = False
-    """Whether, unless `attn_temperature_tuning` is false, queries of other layers grow with their position."""
+    which; see `NopeConfig`. None: all layers have one."""
     has_interleaved_pairs: bool = False
     """Whether rotary embedding turns neighbouring rows of a checkpoint's queries and keys."""
     window_pattern: int | None = None
@@ -159,12 +155,10 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(has_qkv_bias=None, reads_mlp_bias=True),
     "Llama4ForCausalLM": Architecture(
         has_qkv_bias=None,
-        has_unweighted_qk_norm=True,
         default_head_dim=128,
         default_num_kv_heads=8,
         default_chunk_size=8192,
-        default_unrotated_interval=4,
-        has_query_growth=True,
+        default_nope_interval=4,
         has_interleaved_pairs=True,
         default_theta=500_000.0,
         default_eps=1e-5,

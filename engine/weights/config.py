@@ -10,29 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from engine.weights.architectures import ARCHITECTURES, Activation, Architecture, Recurrence, language_part
-from engine.weights.config_json import (
-    MAX_LAYERS,
-    MAX_SIZE,
-    UnsupportedModel,
-    count,
-    positive,
-    read_json,
-)
+from engine.weights.config_json import MAX_LAYERS, MAX_SIZE, UnsupportedModel, count, positive, read_json
 from engine.weights.delta import parse_delta
 from engine.weights.experts import ExpertsConfig, parse_experts
 from engine.weights.latent import LatentConfig, parse_latent
+from engine.weights.nope import NopeConfig, parse_nope
 from engine.weights.recurrent import RecurrentConfig
-from engine.weights.rope_config import (
-    QueryGrowth,
-    RopeConfig,
-    RopeType,
-    longest_text,
-    parse_query_growth,
-    parse_ropes,
-    parse_unrotated_layers,
-    parse_unweighted_qk_norm,
-    rotary_dim,
-)
+from engine.weights.rope_config import RopeConfig, RopeType, longest_text, parse_ropes, rotary_dim
 from engine.weights.windows import parse_windows
 from engine.window import Window
 
@@ -81,12 +65,8 @@ class DecoderConfig:
     """Layers behind the last one in a checkpoint, which the model does without."""
     windowed_rope: RopeConfig | None = None
     """Rotary embedding of layers with a window; None: `rope`."""
-    unrotated_layers: tuple[int, ...] = ()
-    """Layers without rotary embedding."""
-    query_growth: QueryGrowth | None = None
-    """Growth of queries in these layers; None: there is none."""
-    has_unweighted_qk_norm: bool = False
-    """Whether queries and keys of the other layers are normalised without weights."""
+    nope: NopeConfig | None = None
+    """Layers without rotary embedding; None: all layers have it."""
     has_interleaved_pairs: bool = False
     """Whether a checkpoint has the rows of queries and keys in pairs that are turned together; they are read in another
     order (`engine.model.checkpoints.turned_rows`)."""
@@ -114,7 +94,7 @@ class DecoderConfig:
 
     def rope_of(self, layer_idx: int) -> RopeConfig | None:
         """Return the rotary embedding of a layer; None: it has none."""
-        if layer_idx in self.unrotated_layers:
+        if self.nope is not None and layer_idx in self.nope.layers:
             return None
         return self.rope if self.windowed_rope is None or self.windows[layer_idx] is None else self.windowed_rope
 
@@ -222,9 +202,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         recurrent=_recurrent(raw, architecture),
         num_draft_layers=count(raw, architecture.draft_layers) if architecture.draft_layers else 0,
         windowed_rope=windowed_rope,
-        unrotated_layers=parse_unrotated_layers(raw, architecture),
-        query_growth=parse_query_growth(raw, architecture),
-        has_unweighted_qk_norm=parse_unweighted_qk_norm(raw, architecture, rope),
+        nope=parse_nope(raw, architecture, rope),
         has_interleaved_pairs=architecture.has_interleaved_pairs,
         attention_scale=_attention_scale(raw, architecture, latent, rope),
         activation=architecture.activation,

@@ -147,7 +147,8 @@ def allocate_weights(
     def head_norm(layer_idx: int) -> Tensor | None:
         if config.recurrent_of(layer_idx) is not None:
             return None
-        if config.has_unweighted_qk_norm and layer_idx not in config.unrotated_layers:
+        nope = config.nope
+        if nope is not None and nope.has_norms_elsewhere and layer_idx not in nope.layers:
             return norm(config.head_dim).fill_(1)
         return norm(config.head_dim) if config.has_qk_norm else None
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.weights.config import DecoderConfig
-from engine.weights.rope_config import QueryGrowth, RopeConfig, RopeType
+from engine.weights.nope import QueryGrowth
+from engine.weights.rope_config import RopeConfig, RopeType
 
 
 class RotaryEmbedding:
@@ -47,12 +48,10 @@ class RotaryEmbedding:
 def layer_ropes(config: DecoderConfig, device: torch.device) -> tuple[RotaryEmbedding, ...]:
     """Return the rotary embedding of each layer; layers with the same frequencies share one."""
     ropes = [config.rope_of(layer_idx) for layer_idx in range(config.num_layers)]
-    made = {
-        rope: RotaryEmbedding(
-            rope, head_dim=config.rope_dim, device=device, growth=config.query_growth if rope is None else None
-        )
-        for rope in set(ropes)
-    }
+    made = {rope: RotaryEmbedding(rope, head_dim=config.rope_dim, device=device) for rope in set(ropes) - {None}}
+    if config.nope is not None:
+        growth = config.nope.query_growth
+        made[None] = RotaryEmbedding(None, head_dim=config.rope_dim, device=device, growth=growth)
     return tuple(made[rope] for rope in ropes)
 
 

@@ -10,9 +10,7 @@ from enum import Enum
 from typing import Any
 
 from engine.weights.architectures import Architecture
-from engine.weights.config_json import MAX_LAYERS, UnsupportedModel, positive
-
-_DEFAULT_GROWTH, _DEFAULT_GROWTH_TOKENS = 0.1, 8192
+from engine.weights.config_json import UnsupportedModel, positive
 
 
 class RopeType(Enum):
@@ -85,48 +83,6 @@ def rotary_dim(raw: Mapping[str, Any], architecture: Architecture, head_dim: int
     if not 0 < size <= head_dim or size % 2:
         raise UnsupportedModel(f"partial_rotary_factor: {part} of {head_dim} values are no pairs")
     return None if size == head_dim else size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryGrowth:
-    """Growth of queries with their position p, to 1 + strength * log(1 + floor((p + 1) / num_tokens)) times as much.
-
-    It keeps the softmax over many keys as sharp as over few (arXiv:2501.19399).
-    """
-
-    strength: float
-    num_tokens: int
-
-
-def parse_unrotated_layers(raw: Mapping[str, Any], architecture: Architecture) -> tuple[int, ...]:
-    """Return the layers without rotary embedding. Raises UnsupportedModel."""
-    if architecture.default_unrotated_interval is None:
-        return ()
-    num_layers = positive(raw, "num_hidden_layers", at_most=MAX_LAYERS)
-    interval = positive(raw, "no_rope_layer_interval", default=architecture.default_unrotated_interval)
-    is_rotated = raw.get("no_rope_layers") or [(layer_idx + 1) % interval for layer_idx in range(num_layers)]
-    if len(is_rotated) < num_layers:
-        raise UnsupportedModel(f"no_rope_layers names {len(is_rotated)} layers of {num_layers}")
-    return tuple(layer_idx for layer_idx in range(num_layers) if not is_rotated[layer_idx])
-
-
-def parse_query_growth(raw: Mapping[str, Any], architecture: Architecture) -> QueryGrowth | None:
-    """Return the growth of queries in layers without rotary embedding; None: there is none. Raises UnsupportedModel."""
-    if not architecture.has_query_growth or not raw.get("attn_temperature_tuning", True):
-        return None
-    return QueryGrowth(
-        strength=float(raw.get("attn_scale", _DEFAULT_GROWTH)),
-        num_tokens=positive(raw, "floor_scale", default=_DEFAULT_GROWTH_TOKENS),
-    )
-
-
-def parse_unweighted_qk_norm(raw: Mapping[str, Any], architecture: Architecture, rope: RopeConfig) -> bool:
-    """Return whether rotated queries and keys are normalised without weights. Raises UnsupportedModel."""
-    if not architecture.has_unweighted_qk_norm or not raw.get("use_qk_norm", True):
-        return False
-    if rope.rope_type is RopeType.YARN:  # the norm is behind the rotation, which must not change lengths
-        raise UnsupportedModel("use_qk_norm: a norm behind rotary embedding of type 'yarn' is not supported")
-    return True
 
 
 def longest_text(raw: Mapping[str, Any]) -> int:

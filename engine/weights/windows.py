@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from engine.weights.architectures import Architecture
 from engine.weights.config_json import MAX_LAYERS, UnsupportedModel, positive
-from engine.weights.rope_config import parse_unrotated_layers
+from engine.weights.nope import nope_layers
 from engine.window import Window
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -25,7 +25,7 @@ def _chunks(raw: Mapping[str, Any], architecture: Architecture, default_size: in
     num_layers = positive(raw, "num_hidden_layers", at_most=MAX_LAYERS)
     if raw.get("layer_types"):
         return _by_type(raw["layer_types"], num_layers, "chunked_attention", chunk)
-    unrotated = parse_unrotated_layers(raw, architecture)
+    unrotated = nope_layers(raw, architecture)
     return tuple(None if layer_idx in unrotated else chunk for layer_idx in range(num_layers))
 
 

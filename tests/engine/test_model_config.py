@@ -8,8 +8,9 @@ import torch
 
 from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
 from engine.weights.experts import ClampedGate
+from engine.weights.nope import NopeConfig, QueryGrowth
 from engine.weights.precision import cpu_has_bfloat16, dtype_name, resolve_device, resolve_dtype
-from engine.weights.rope_config import QueryGrowth, RopeType
+from engine.weights.rope_config import RopeType
 from engine.window import Window
 
 CPU = torch.device("cpu")
@@ -193,8 +194,8 @@ def test_parse_config_when_llama_4_leaves_keys_out_uses_its_defaults() -> None:
     chunk = Window(num_tokens=8192, is_chunk=True)
     assert config.windows == (chunk, chunk, chunk, None, chunk)
     assert [config.rope_of(layer_idx) for layer_idx in range(5)] == [*[config.rope] * 3, None, config.rope]
-    assert config.query_growth == QueryGrowth(strength=0.1, num_tokens=8192)
-    assert config.has_unweighted_qk_norm
+    growth = QueryGrowth(strength=0.1, num_tokens=8192)
+    assert config.nope == NopeConfig(layers=(3,), query_growth=growth, has_norms_elsewhere=True)
     assert not config.has_qk_norm
     assert config.experts is not None
     assert config.experts.dense_layers == (0, 3, 4)
