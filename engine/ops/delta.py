@@ -47,7 +47,8 @@ def recur(
 
 def _take(rows: Tensor, at: Features, config: DeltaConfig) -> Tensor:
     """Return some values of rows [num_tokens, features], [num_tokens, num_key_heads, size]."""
-    return rows.as_strided((len(rows), config.num_key_heads, at.size), (rows.stride(0), at.stride, 1), at.begin)
+    sizes, strides = (len(rows), config.num_key_heads, at.size), (rows.stride(0), at.stride, 1)
+    return rows.as_strided(sizes, strides, rows.storage_offset() + at.begin)
 
 
 def _unit(heads: Tensor) -> Tensor:

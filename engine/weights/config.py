@@ -145,10 +145,13 @@ _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidire
 
 
 def is_native(raw: Mapping[str, Any], device_type: str) -> bool:
-    """Whether our own decoder computes the model that a config.json describes; mixtures of experts only on CPUs."""
+    """Whether our own decoder computes the model that a config.json describes.
+
+    On CPUs alone it computes mixtures of experts and recurrent layers.
+    """
     names = language_part(raw).get("architectures") or ()
     found = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
-    return any(each.experts is None or device_type == "cpu" for each in found)
+    return any(device_type == "cpu" or (each.experts is None and each.recurrence is None) for each in found)
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -102,8 +102,8 @@ async def test_weights_in_4_bits_over_pages_in_8_bits_answer_like_one_engine(tmp
     await assert_over_two_pools_as_alone(tmp_path, block_size=16, quantization="int4", kv_dtype="int8")
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "gpt_oss"])
-async def test_latent_rows_and_sinks_over_two_pools_answer_as_transformers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next"])
+async def test_latent_rows_sinks_and_states_over_two_pools_answer_as_transformers(tmp_path: Path, name: str) -> None:
     reference = make_model(name)
     reference.save_pretrained(tmp_path)
     prompts, answers = await assert_over_two_pools_as_alone(tmp_path)
@@ -113,6 +113,11 @@ async def test_latent_rows_and_sinks_over_two_pools_answer_as_transformers(tmp_p
 
 async def test_weights_in_4_bits_over_latent_rows_in_8_bits_answer_like_one_engine(tmp_path: Path) -> None:
     make_model("deepseek_v3", hidden_size=192).save_pretrained(tmp_path)
+    await assert_over_two_pools_as_alone(tmp_path, block_size=16, quantization="int4", kv_dtype="int8")
+
+
+async def test_weights_in_4_bits_beside_states_answer_like_one_engine(tmp_path: Path) -> None:
+    make_model("qwen3_next", hidden_size=192, head_dim=32, linear_key_head_dim=16).save_pretrained(tmp_path)
     await assert_over_two_pools_as_alone(tmp_path, block_size=16, quantization="int4", kv_dtype="int8")
 
 
