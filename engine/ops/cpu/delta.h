@@ -43,7 +43,10 @@ inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x));
 // Scale a head to `length`.
 KVRELAY_ONCE inline void normalise(float* head, int64_t dim, float length) {
     F32x16 squares{};
-    for (int64_t i = 0; i < dim; i += kLanes) squares = multiply_add(load<F32x16>(head + i), load<F32x16>(head + i), squares);
+    for (int64_t i = 0; i < dim; i += kLanes) {
+        F32x16 v = load<F32x16>(head + i);
+        squares = multiply_add(v, v, squares);
+    }
     float scale = length / std::sqrt(sum(squares) + 1e-6f);
     for (int64_t i = 0; i < dim; i += kLanes) store(head + i, load<F32x16>(head + i) * scale);
 }
@@ -80,8 +83,10 @@ KVRELAY_ONCE void run_columns(float* columns, int64_t key_dim, int64_t tokens, c
     }
 }
 
-// Run a chunk through the state of one of the value heads that share its key head, from `source` (null: zeros) to `target`.
-inline void run_head(const Delta& delta, DeltaChunk& chunk, int64_t tokens, int64_t head, const float* source, float* target) {
+// Run a chunk through the state of one of the value heads that share its key head, from `source` (null: zeros) to
+// `target`.
+inline void run_head(
+    const Delta& delta, DeltaChunk& chunk, int64_t tokens, int64_t head, const float* source, float* target) {
     int64_t dim = delta.value_dim, shared = delta.shared();
     for (int64_t first = 0, width; first < dim; first += width) {
         width = std::min<int64_t>(2 * kLanes, dim - first);
@@ -130,7 +135,8 @@ void run_delta_item(const Step& step, const States& states, const Delta& delta, 
     values.begin(delta.convolution, source, 2 * first_key + key_head * values_dim, values_dim);
     int64_t matrix = key_dim * delta.value_dim, convolved = (delta.convolution.taps - 1) * delta.convolution.channels;
     int64_t matrices = convolved + key_head * shared * matrix;
-    for (int64_t begin = step.query_start_loc[seq], end = step.query_start_loc[seq + 1], tokens; begin < end; begin += tokens) {
+    int64_t end = step.query_start_loc[seq + 1];
+    for (int64_t begin = step.query_start_loc[seq], tokens; begin < end; begin += tokens) {
         tokens = std::min(kDeltaTokens, end - begin);
         const T* rows = projected + begin * delta.row_size;
         queries.run(rows + delta.query.at(key_head), delta.row_size, tokens, chunk.query.data());
@@ -142,7 +148,8 @@ void run_delta_item(const Step& step, const States& states, const Delta& delta, 
             const T* row = rows + t * delta.row_size;
             for (int64_t i = 0; i < shared; i++) {
                 int64_t head = key_head * shared + i;
-                float rate = to_float(row[delta.rate.at(key_head) + i]), decay = to_float(row[delta.decay.at(key_head) + i]);
+                float rate = to_float(row[delta.rate.at(key_head) + i]);
+                float decay = to_float(row[delta.decay.at(key_head) + i]);
                 chunk.rates[t * shared + i] = 1.0f / (1.0f + std::exp(-rate));
                 decay = softplus(decay + delta.step_bias[head]);
                 chunk.decays[t * shared + i] = std::exp(-std::exp(delta.log_decay[head]) * decay);
