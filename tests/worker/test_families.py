@@ -16,6 +16,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "gpt_oss": {},
     "gemma3": {},
+    "gemma4": {},
+    "llama4": {},
     "qwen3_next": {},
 }
 NUM_TOKENS = 6
