@@ -1,6 +1,7 @@
-"""Running clusters."""
+"""Running clusters, and what holds still while a test runs."""
 
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
@@ -21,3 +22,12 @@ async def cluster() -> AsyncIterator[TestCluster]:
 def no_refill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates bring nothing back while a test runs, however long it takes."""
     monkeypatch.setattr(TokenBucket, "_fill", lambda _bucket, _now_s: None)
+
+
+@pytest.fixture
+def no_collecting() -> Iterator[None]:
+    """No garbage is collected while a test runs: what is in a reference cycle stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

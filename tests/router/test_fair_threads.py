@@ -1,7 +1,6 @@
 """Tokenizing for many tenants: none waits behind all work of another, and short work never behind long work."""
 
 import asyncio
-import gc
 import threading
 import weakref
 from collections import Counter
@@ -148,6 +147,7 @@ async def test_call_that_is_cancelled_in_the_turn_of_its_grant_frees_its_thread(
     await works.tasks["next"]
 
 
+@pytest.mark.usefixtures("no_collecting")
 async def test_work_that_fails_keeps_nothing_that_it_has_read_alive() -> None:
     threads, read = FairThreads(2, name="test"), list[weakref.ref[Large]]()
 
@@ -156,12 +156,10 @@ async def test_work_that_fails_keeps_nothing_that_it_has_read_alive() -> None:
         read.append(weakref.ref(large))
         raise ValueError("large")
 
-    gc.disable()
     try:
         for _ in range(8):
             with pytest.raises(ValueError, match="large"):
                 await threads.run(fail, tenant=A, num_chars=1)
         assert sum(each() is not None for each in read) <= 2  # what a thread has done last
     finally:
-        gc.enable()
         threads.close()

@@ -108,20 +108,16 @@ async def test_other_paths_and_methods_are_refused_in_openais_form(
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.usefixtures("no_collecting")
 async def test_a_refused_body_is_not_kept_until_garbage_is_collected(http: HttpCluster) -> None:
     body = body_of(prompt=["x", *[1] * 20_000])
     assert len(body) > INLINE_BYTES
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(3):
-            status, _headers, _answer = await fetch(http.port, "POST", COMPLETIONS, body)
-            assert status == 400
-        await http.until_responses(COMPLETIONS, 400, 3)
-        async with asyncio.timeout(TIMEOUT_S):  # a response is counted before its task is over
-            while any(  # noqa: ASYNC110 - garbage announces nothing
-                isinstance(each, FrameType) and each.f_code is read_body.__code__ for each in gc.get_objects()
-            ):
-                await asyncio.sleep(0)
-    finally:
-        gc.enable()
+    for _ in range(3):
+        status, _headers, _answer = await fetch(http.port, "POST", COMPLETIONS, body)
+        assert status == 400
+    await http.until_responses(COMPLETIONS, 400, 3)
+    async with asyncio.timeout(TIMEOUT_S):  # a response is counted before its task is over
+        while any(  # noqa: ASYNC110 - garbage announces nothing
+            isinstance(each, FrameType) and each.f_code is read_body.__code__ for each in gc.get_objects()
+        ):
+            await asyncio.sleep(0)
