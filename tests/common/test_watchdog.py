@@ -3,8 +3,6 @@
 import asyncio
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -113,23 +111,28 @@ def test_callback_that_blocks_the_event_loop_ends_its_process_for_a_successor() 
 
 
 async def test_event_loop_with_an_endless_line_of_short_callbacks_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    hung = threading.Event()
-    monkeypatch.setattr(watchdog, "_end_process", lambda _reason: hung.set())
-    monkeypatch.setattr(watchdog, "TICK_S", 0.01)
-    monkeypatch.setattr(watchdog, "LOOP_HUNG_S", 0.2)
-    dog = Watchdog.of_this_process()
-    dog.start()
-    loop, until_s = asyncio.get_running_loop(), time.monotonic() + 3 * watchdog.LOOP_HUNG_S
-    idle = asyncio.Event()
+    clock, ended, is_over = ManualClock(), list[str](), asyncio.Event()
+    monkeypatch.setattr(watchdog, "SystemClock", lambda: clock)
+    monkeypatch.setattr(watchdog, "_waits_of", lambda _thread_id: lambda: 0.0)
+    monkeypatch.setattr(watchdog, "_end_process", ended.append)
+    dog, loop = Watchdog.of_this_process(), asyncio.get_running_loop()
+    until_s = clock.monotonic() + 3 * LOOP_HUNG_S
 
     def work() -> None:
-        if time.monotonic() < until_s:
+        if clock.monotonic() < until_s:
             loop.call_soon(work)
         else:
-            idle.set()
+            is_over.set()
+
+    def look() -> None:
+        clock.advance(TICK_S)
+        dog.check()
+        if not is_over.is_set():
+            loop.call_soon(look)
 
     for _ in range(100):
         work()
-    await idle.wait()
-    assert not hung.is_set()
-    assert dog.standing_s < watchdog.LOOP_HUNG_S
+    look()
+    await is_over.wait()
+    assert not ended
+    assert dog.standing_s < LOOP_HUNG_S
