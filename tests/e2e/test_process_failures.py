@@ -81,14 +81,17 @@ async def test_workers_of_both_pools_killed_cost_no_answer_and_no_embedding(
     texts = ["The rivers of the north. " * 40 + str(number) for number in range(24)]
     was_hit = asyncio.Event()
 
-    async def embed_on() -> list[Embedding]:
-        """Embed all texts again and again, however fast the host, until a worker has been killed meanwhile."""
+    async def embed_on(text: str) -> list[Embedding]:
+        """Embed a text again and again, however fast the host, until a worker has been killed meanwhile.
+
+        Each text goes on by itself: if all waited for the last of them, a worker might have nothing when it is killed.
+        """
         vectors: list[Embedding] = []
         while not was_hit.is_set():
-            vectors += await asyncio.gather(*(client.embed(text) for text in texts))
+            vectors.append(await client.embed(text))
         return vectors
 
-    embedding = asyncio.create_task(embed_on())
+    embedding = asyncio.gather(*(embed_on(text) for text in texts))
     killed = [await kill_busiest(client, "prefill")]
     was_hit.set()
     async with running_streams(client, num_tokens=NUM_TOKENS) as running:
@@ -100,10 +103,11 @@ async def test_workers_of_both_pools_killed_cost_no_answer_and_no_embedding(
         tuple(expected_tokens(request, sample=index)) for index in range(4)
     ]
     assert [list(each.token_ids) for each in searched.samples] == expected_beams(make_request(prompt_of(0), **beams))
-    vectors = await embedding
-    expected = [embeddings.expected(text) for text in texts]
-    assert [list(each.vector) for each in vectors] == expected * (len(vectors) // len(texts))
-    assert max(each.num_attempts for each in vectors) > 1
+    vectors = dict(zip(texts, await embedding, strict=True))
+    for text in texts:
+        expected = embeddings.expected(text)
+        assert all(list(each.vector) == expected for each in vectors[text])
+    assert max(each.num_attempts for text in texts for each in vectors[text]) > 1
     assert max(len(each.plans) for each in (sampled, searched, *(task.result() for task in running))) > 1
     await until_whole(client)
     assert not set(killed) & set((await pids(client)).values())
