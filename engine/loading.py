@@ -1,7 +1,7 @@
 """Makes an executor from options: loads a model, and chooses kernels for the model and the machine.
 
 native architecture, CPU     ModelExecutor: our decoder on compiled kernels, else on torch's
-native architecture, CUDA    CudaExecutor (`engine.cuda.loading`); mixtures of experts are none there
+native architecture, CUDA    CudaExecutor (`engine.cuda.loading`)
 any other architecture       ModelExecutor: transformers computes, on our pages
 """
 

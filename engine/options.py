@@ -26,6 +26,7 @@ from engine.weights.config import (
     parse_config,
     read_json,
 )
+from engine.weights.expert_stacks import check_experts
 from engine.weights.precision import dtype_name, resolve_device, resolve_dtype
 from engine.weights.quantize import QuantizationMethod, check_quantization
 
@@ -112,6 +113,12 @@ class ModelDescription:
             config = parse_config(raw)
             config = for_length(config, _max_model_len(config, options))
             weight_format = _read_weight_format(raw, files, options)
+            if device.type == "cuda" and config.nope is not None:
+                raise UnsupportedModel(
+                    "layers without rotary embedding, and those that see chunks of a text, are computed on CPUs only; set"
+                    " model.device: cpu or model.engine: vllm"
+                )
+            check_experts(config, options.quantization or quantized_by(files, weight_format), device=device)
             check_quantization(options.quantization, config, device=device)
             check_kv_format(pages, config, block_size=options.block_size, device=device)
         else:

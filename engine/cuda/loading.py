@@ -16,7 +16,7 @@ from engine.device.memory import MemoryShare, NoRoomForPages, device_free_bytes
 from engine.kv_store import KvShape
 from engine.model.decoder import Decoder
 from engine.model.floors import measure_floors
-from engine.model.loader import load_weights
+from engine.model.loader import load_stacked_weights
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.step import DeviceStep
@@ -75,7 +75,7 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
     Without `num_blocks` and `kv_memory_bytes`, pages fill this process's share of the device.
     """
     assert isinstance(model.config, DecoderConfig), "transformers' architectures have a ModelExecutor"
-    weights = load_weights(
+    weights = load_stacked_weights(
         model.files, model.config, dtype=model.dtype, device=model.device, weight_format=model.weight_format
     )
     scales = kv_scales(weights, model.config) if options.kv_dtype == "fp8" else None

@@ -3,9 +3,10 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.ops.interface import Ops, StepOps
+from engine.ops.interface import LatentStepOps, Ops, StepOps
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.triton_kernels.step import DeviceStep
+from engine.weights.decoder_weights import LatentWeights
 
 
 class PortableOps:
@@ -42,7 +43,7 @@ class PortableOps:
 
 
 class _PaddedStep:
-    """A step whose last rows are padding; a `StepOps`."""
+    """A step whose last rows are padding; a `StepOps` and a `LatentStepOps`."""
 
     def __init__(self, ops: StepOps, num_tokens: int) -> None:
         self._ops = ops
@@ -67,6 +68,12 @@ class _PaddedStep:
         """See `StepOps`; padding reads zeros and writes nothing."""
         attended = self._ops.attend(layer_idx, qkv[: self._num_tokens], q_norm, k_norm, sinks)
         return F.pad(attended, (0, 0, 0, len(qkv) - self._num_tokens))
+
+    def attend_latent(self, layer_idx: int, compressed: Tensor, weights: LatentWeights) -> Tensor:
+        """See `LatentStepOps`; padding reads zeros and writes nothing."""
+        assert isinstance(self._ops, LatentStepOps), f"{self._ops} are for layers with keys and values"
+        attended = self._ops.attend_latent(layer_idx, compressed[: self._num_tokens], weights)
+        return F.pad(attended, (0, 0, 0, len(compressed) - self._num_tokens))
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""

@@ -5,7 +5,8 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +30,7 @@ from engine.weights.layout import (
     layer_projections,
 )
 from engine.weights.quantize import refuse_unless_finite
-from engine.weights.random_weights import make_random_weights
+from engine.weights.random_weights import fill_weights
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -82,8 +83,32 @@ def load_weights(
     UnsupportedModel when a tensor is missing, unknown, of another shape, or of a dtype that `weight_format` does not
     explain, and with `convert` also when one holds NaN or infinity.
     """
+    return _load(files, config, partial(allocate_weights, config, dtype=dtype, device=device), weight_format, convert)
+
+
+def load_stacked_weights(
+    files: Sequence[Path],
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightFormat | None = None,
+) -> DecoderWeights:
+    """Return the weights as `load_weights` does, with experts in stacks: see `StackedMoe`."""
+    allocate = partial(allocate_weights, config, dtype=dtype, device=device, stacks_experts=True)
+    return _load(files, config, allocate, weight_format, None)
+
+
+def _load(
+    files: Sequence[Path],
+    config: DecoderConfig,
+    allocate: Callable[..., DecoderWeights],
+    weight_format: WeightFormat | None,
+    convert: Convert | None,
+) -> DecoderWeights:
     if files[0].name == SEED_FILE:
-        weights = make_random_weights(_read_seed(files[0]), config, dtype=dtype, device=device)
+        weights = allocate()
+        fill_weights(weights, _read_seed(files[0]), config)
         if convert is not None:
             weights.convert_projections(convert)
         return weights
@@ -91,7 +116,7 @@ def load_weights(
         modules = set(checkpoint.quantized)
         if convert is not None:
             modules |= _projection_modules(config)
-        weights = allocate_weights(config, dtype=dtype, device=device, without=modules)
+        weights = allocate(without=modules)
         _fill_plain(checkpoint, weights, config)
         if convert is not None:
             refuse_unless_finite("model.embed_tokens.weight", weights.embedding)

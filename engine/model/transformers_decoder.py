@@ -99,16 +99,16 @@ def _paged_attention(
     attention_mask: None = None,
     *,
     kvrelay_step: TransformersStep,
-    **options: Any,
+    **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend over our pages; an attention function of transformers.
 
     query, key, value [1, heads, num_tokens, head_dim], rotated; the result is [1, num_tokens, num_heads, head_dim].
-    The option `s_aux` has the layer's sinks. The trial run has checked all options, and that there is no mask:
-    transformers makes none for an attention function without a registered mask function.
+    The trial run has checked the options, and that there is no mask: transformers makes none for an attention function
+    without a registered mask function.
     """
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    attended = kvrelay_step.attention.attend(module.layer_idx, query, key, value, options.get("s_aux"))
+    attended = kvrelay_step.attention.attend(module.layer_idx, query, key, value)
     return attended[None], None
 
 

@@ -29,9 +29,8 @@ from engine.window import Window
 _TRIAL_ATTENTION = "kvrelay_trial"
 _NUM_TRIAL_TOKENS = 3
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Arguments of an attention call without effect here: the model is in eval mode, and keys include their positions. Sinks
-# (s_aux) are handed on at each call.
-_NEUTRAL_OPTIONS = frozenset({"dropout", "position_ids", "cache_position", "is_causal", "s_aux"})
+# Arguments of an attention call without effect here: the model is in eval mode, and keys include their positions.
+_NEUTRAL_OPTIONS = frozenset({"dropout", "position_ids", "cache_position", "is_causal"})
 _UNSUPPORTED_KEYS = {
     "quantization_config": "quantized weights",
     "transformers_weights": "weights in files of other names",

@@ -25,7 +25,10 @@ class LatentHeads:
 
     def into_rows(self, query: Tensor) -> Tensor:
         """Return queries [num_tokens, num_heads, row_size] whose scores with rows are those of `query` with keys."""
-        nope, rope = torch.split(query, [self.config.nope_dim, self.config.rope_dim], dim=-1)
+        return self.join(*torch.split(query, [self.config.nope_dim, self.config.rope_dim], dim=-1))
+
+    def join(self, nope: Tensor, rope: Tensor) -> Tensor:
+        """Return what `into_rows` does, of queries in two parts."""
         keys = self.up[:, : self.config.nope_dim]
         return torch.cat((torch.bmm(nope.transpose(0, 1), keys).transpose(0, 1), rope), dim=-1)
 

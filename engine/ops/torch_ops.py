@@ -17,9 +17,8 @@ from engine.weights.architectures import Activation
 from engine.weights.config import DecoderConfig, ScoreFunction
 from engine.weights.decoder_weights import LatentWeights, RecurrentWeights
 from engine.weights.delta import DeltaConfig
+from engine.weights.latent import LATENT_EPS
 from engine.weights.rope import RotaryEmbedding, halves, layer_ropes, rotate
-
-_LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever config.json says of the others
 
 
 class TorchOps:
@@ -129,7 +128,7 @@ class TorchStepOps:
         assert isinstance(self._attention, TorchStepAttention), f"{self._attention} reads keys and values"
         query, row = torch.split(compressed, [compressed.shape[1] - latent.row_size, latent.row_size], dim=1)
         if weights.query_up is not None and weights.query_norm is not None:
-            query = weights.query_up(_rms_norm(query, weights.query_norm, _LATENT_EPS))
+            query = weights.query_up(_rms_norm(query, weights.query_norm, LATENT_EPS))
         query = query.view(-1, config.num_heads, latent.query_dim)
         nope, rope = torch.split(query, [latent.nope_dim, latent.rope_dim], dim=-1)
         source, key = torch.split(row[:, None], [latent.rank, latent.rope_dim], dim=-1)
@@ -137,7 +136,7 @@ class TorchStepOps:
             rope, key = halves(rope), halves(key)
         rotation = self._rotations[layer_idx]
         query = torch.cat((nope, rotation.turn_queries(rope)), dim=-1)
-        row = torch.cat((_rms_norm(source, weights.row_norm, _LATENT_EPS), rotation.turn_keys(key)), dim=-1)
+        row = torch.cat((_rms_norm(source, weights.row_norm, LATENT_EPS), rotation.turn_keys(key)), dim=-1)
         heads = LatentHeads(latent, weights.row_up.view(config.num_heads, -1, latent.rank))
         return attend_latent(self._attention, layer_idx, query, row, heads).flatten(1)
 

@@ -125,6 +125,8 @@ def check_kv_format(kv_format: KvFormat, config: DecoderConfig, *, block_size: i
     if kv_format.dtype is FP8:
         if device.type != "cuda":
             raise UnsupportedModel("cannot use kv_dtype: fp8 on a CPU: only GPUs read it; choose int8, int4 or auto")
+        if config.latent is not None:
+            raise UnsupportedModel("cannot use kv_dtype: fp8 with latent attention: rows have no scales; choose auto")
         check_fp8(device)
     if kv_format.has_codes and block_size % TOKEN_GROUP:
         raise UnsupportedModel(

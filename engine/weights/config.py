@@ -127,6 +127,14 @@ class DecoderConfig:
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
+    def gated_sizes(self) -> set[int]:
+        """Sizes of MLPs and experts, between their projections."""
+        if self.experts is None:
+            return {self.intermediate_size}
+        sizes = {self.experts.intermediate_size, self.experts.shared_size}
+        return {*sizes, self.intermediate_size} - {0} if self.experts.dense_layers else sizes - {0}
+
+    @property
     def largest_intermediate_size(self) -> int:
         """Size of the largest MLP or expert."""
         if self.experts is None:
@@ -145,13 +153,10 @@ _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidire
 
 
 def is_native(raw: Mapping[str, Any], device_type: str) -> bool:
-    """Whether our own decoder computes the model that a config.json describes.
-
-    On CPUs alone it computes mixtures of experts and recurrent layers.
-    """
+    """Whether our own decoder computes the model that a config.json describes; recurrent layers only on CPUs."""
     names = language_part(raw).get("architectures") or ()
     found = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
-    return any(device_type == "cpu" or (each.experts is None and each.recurrence is None) for each in found)
+    return any(device_type == "cpu" or each.recurrence is None for each in found)
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:

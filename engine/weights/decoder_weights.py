@@ -97,13 +97,12 @@ class Moe:
         """
         num_experts, shared = self.config.num_experts, self.config.shared
         logits = self.router(x).float()
-        weights, chosen = self._choose(logits[:, :num_experts])
+        weights, chosen = self.choose(logits[:, :num_experts])
         if shared is not None:
             own = weights.new_ones((len(x), 1)) if shared.gate is None else logits[:, num_experts:].sigmoid()
             weights = torch.cat((weights, own), dim=1)
             chosen = F.pad(chosen, (0, 1), value=num_experts)
-        clamped = self.config.clamped_gate
-        multiply = gate_mul if clamped is None else partial(clamped_gate_mul, clamped)
+        multiply = self.activation(gate_mul)
         sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert_idx in torch.unique(chosen).tolist():
             rows, columns = (chosen == expert_idx).nonzero(as_tuple=True)
@@ -113,8 +112,16 @@ class Moe:
             sums[rows] += self.experts[expert_idx](inputs, multiply) * factors
         return sums.to(x.dtype)
 
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the indices, [num_tokens, num_chosen], of each row's experts."""
+    def activation(self, gate_mul: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return the experts' own way from products to activations, given that of the model."""
+        clamped = self.config.clamped_gate
+        return gate_mul if clamped is None else partial(clamped_gate_mul, clamped)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the indices, [num_tokens, num_chosen], of each row's experts, for float32 logits.
+
+        Shapes depend on no value, so that a CUDA graph can capture it.
+        """
         config = self.config
         scores = logits.sigmoid() if config.has_sigmoid_scores else logits.softmax(-1)
         ranks = scores if self.score_bias is None else scores + self.score_bias

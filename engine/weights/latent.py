@@ -6,6 +6,9 @@ from typing import Any
 
 from engine.weights.config_json import MAX_SIZE, UnsupportedModel, positive
 
+LATENT_EPS = 1e-6
+"""Of the norms inside latent attention, whatever config.json says of the others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:

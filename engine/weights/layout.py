@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from engine.weights.decoder_weights import (
     RecurrentWeights,
     plain,
 )
+from engine.weights.expert_stacks import ExpertStack, StackedMoe, padded_features
 from engine.weights.experts import ExpertsConfig
 from engine.weights.latent import LatentConfig
 from engine.weights.recurrent import RecurrentConfig
@@ -38,6 +40,11 @@ class FusedProjection:
     """Output features of each module."""
     in_features: int
     has_bias: bool = False
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all modules."""
+        return sum(self.rows)
 
 
 def layer_projections(config: DecoderConfig, layer_idx: int) -> Iterator[FusedProjection]:
@@ -131,11 +138,17 @@ def all_projections(config: DecoderConfig) -> Iterator[FusedProjection]:
 
 
 def allocate_weights(
-    config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, without: Container[str] = ()
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    without: Container[str] = (),
+    stacks_experts: bool = False,
 ) -> DecoderWeights:
     """Return uninitialised weights, to be filled through `checkpoint_views`.
 
     Projections of the modules `without`, named as in a checkpoint, get no memory: their weights are on the meta device.
+    `stacks_experts`: mixtures are `StackedMoe`, whose experts' projections are views of one tensor for all of a layer.
     """
 
     def empty(*shape: int) -> Tensor:
@@ -157,15 +170,14 @@ def allocate_weights(
             return torch.empty((out_features, in_features), dtype=dtype, device="meta")
         return empty(out_features, in_features)
 
-    def layer(layer_idx: int) -> LayerWeights:
-        linears = (
-            Linear(
-                weight=weight(each.modules, sum(each.rows), each.in_features),
-                bias=empty(sum(each.rows)) if each.has_bias else None,
-            )
-            for each in layer_projections(config, layer_idx)
+    def linear(projection: FusedProjection) -> Linear:
+        return Linear(
+            weight=weight(projection.modules, projection.out_features, projection.in_features),
+            bias=empty(projection.out_features) if projection.has_bias else None,
         )
-        shapes = config.recurrent_of(layer_idx)
+
+    def layer(layer_idx: int) -> LayerWeights:
+        projections, shapes = layer_projections(config, layer_idx), config.recurrent_of(layer_idx)
         return LayerWeights(
             input_norm=norm(),
             q_norm=head_norm(layer_idx),
@@ -174,18 +186,18 @@ def allocate_weights(
             post_attention_norm=norm(),
             attention_output_norm=norm() if config.has_output_norms else None,
             mlp_output_norm=norm() if config.has_output_norms else None,
-            qkv=next(linears),
-            latent=None if config.latent is None else latent(linears, config.latent),
+            qkv=linear(next(projections)),
+            latent=None if config.latent is None else latent(projections, config.latent),
             recurrent=None if shapes is None else recurrent(shapes),
-            output=next(linears),
-            mlp=mlp(linears, config.experts_of(layer_idx)),
+            output=linear(next(projections)),
+            mlp=mlp(projections, config.experts_of(layer_idx)),
         )
 
-    def latent(linears: Iterator[Linear], shapes: LatentConfig) -> LatentWeights:
+    def latent(projections: Iterator[FusedProjection], shapes: LatentConfig) -> LatentWeights:
         rank = shapes.query_rank
         return LatentWeights(
             query_norm=None if rank is None else norm(rank),
-            query_up=None if rank is None else next(linears),
+            query_up=None if rank is None else linear(next(projections)),
             row_norm=norm(shapes.rank),
             row_up=empty(config.num_heads * (shapes.nope_dim + shapes.value_dim), shapes.rank),
         )
@@ -200,16 +212,36 @@ def allocate_weights(
             norm=norm(shapes.norm_size),
         )
 
-    def mlp(linears: Iterator[Linear], experts: ExpertsConfig | None) -> GatedMlp | Moe:
+    def mlp(projections: Iterator[FusedProjection], experts: ExpertsConfig | None) -> GatedMlp | Moe:
         if experts is None:
-            return GatedMlp(gate_up=next(linears), down=next(linears))
-        count = experts.num_experts + (experts.shared is not None)
-        return Moe(
+            return gated_mlp(projections)
+        router = linear(next(projections))
+        score_bias = empty(experts.num_experts).float() if experts.has_score_bias else None
+        routed = tuple(islice(projections, 2 * experts.num_experts))
+        shared = () if experts.shared is None else (gated_mlp(projections),)
+        if not stacks_experts:
+            own = tuple(gated_mlp(iter(routed[i : i + 2])) for i in range(0, len(routed), 2))
+            return Moe(config=experts, router=router, experts=(*own, *shared), score_bias=score_bias)
+        gate_up, down = (stack(each, experts.num_experts) for each in routed[:2])
+        own = tuple(GatedMlp(gate_up=gate_up.linear(i), down=down.linear(i)) for i in range(experts.num_experts))
+        return StackedMoe(
             config=experts,
-            router=next(linears),
-            experts=tuple(GatedMlp(gate_up=next(linears), down=next(linears)) for _ in range(count)),
-            score_bias=empty(experts.num_experts).float() if experts.has_score_bias else None,
+            router=router,
+            experts=(*own, *shared),
+            score_bias=score_bias,
+            gate_up=gate_up,
+            down=down,
         )
+
+    def stack(projection: FusedProjection, num_experts: int) -> ExpertStack:
+        bias = empty(num_experts, projection.out_features) if projection.has_bias else None
+        in_features = padded_features(projection.in_features, dtype)
+        weight = empty(num_experts, projection.out_features, in_features)
+        weight[..., projection.in_features :].zero_()
+        return ExpertStack(weight=weight, bias=bias, in_features=projection.in_features)
+
+    def gated_mlp(projections: Iterator[FusedProjection]) -> GatedMlp:
+        return GatedMlp(gate_up=linear(next(projections)), down=linear(next(projections)))
 
     embedding_scale = None
     if config.has_scaled_embeddings:

@@ -17,21 +17,17 @@ from torch import Tensor
 from common.random_models import CONFIGS, RandomModel
 from engine.weights.config import DecoderConfig
 from engine.weights.decoder_weights import DecoderWeights
-from engine.weights.layout import allocate_weights, checkpoint_views, complete_norms
+from engine.weights.layout import checkpoint_views, complete_norms
 
 # Elements at a time: on a CPU they fit into its cache; on a GPU launches are few, with 84 MiB of scratch space.
 _CHUNK_CPU, _CHUNK_DEVICE = 1 << 16, 1 << 22
 _DEFAULT_STD = 0.02
 
 
-def make_random_weights(
-    model: RandomModel, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
-) -> DecoderWeights:
-    """Return a random model's weights, the same float32 values on every machine, rounded to `dtype`, on `device`."""
-    weights = allocate_weights(config, dtype=dtype, device=device)
+def fill_weights(weights: DecoderWeights, model: RandomModel, config: DecoderConfig) -> None:
+    """Overwrite weights with a random model's, the same float32 values on every machine, rounded to their dtype."""
     fill_random(checkpoint_views(weights, config), seed=model.seed, std=initializer_range(CONFIGS[model.name]))
     complete_norms(weights, config)
-    return weights
 
 
 def initializer_range(raw_config: Mapping[str, Any]) -> float:

@@ -16,9 +16,9 @@ from common.model_files import ModelNotFound, resolve_model
 from common.random_models import CONFIGS, SEED_FILE, RandomModel
 from common.sampling import SamplingParams
 from engine.model.loader import kv_fingerprint, load_weights, weight_files
-from engine.weights.config import UnsupportedModel, is_native, parse_config
+from engine.weights.config import UnsupportedModel, parse_config
 from engine.weights.layout import allocate_weights, checkpoint_views
-from engine.weights.random_weights import fill_random, make_random_weights
+from engine.weights.random_weights import fill_random, fill_weights
 from tests.caches import empty_cache
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import reference_tokens
@@ -135,12 +135,12 @@ def test_fill_random_when_tensor_is_a_norm_or_a_bias_makes_it_neutral() -> None:
     assert bias.tolist() == [0.0] * 5
 
 
-def test_make_random_weights_when_dtypes_differ_rounds_the_same_numbers() -> None:
+def test_fill_weights_when_dtypes_differ_rounds_the_same_numbers() -> None:
     config = parse_config(CONFIGS["tiny"])
-    exact, rounded = (
-        checkpoint_views(make_random_weights(RandomModel(name="tiny"), config, dtype=dtype, device=CPU), config)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+    made = [allocate_weights(config, dtype=dtype, device=CPU) for dtype in (torch.float32, torch.bfloat16)]
+    for weights in made:
+        fill_weights(weights, RandomModel(name="tiny"), config)
+    exact, rounded = (checkpoint_views(weights, config) for weights in made)
     assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
 
 
@@ -157,12 +157,6 @@ def test_executor_when_weights_are_random_answers_as_transformers_filled_with_th
     [answer] = Driver(executor).generate([make_sequence(prompt)], num_tokens=24, chunk_size=11)
     assert answer == reference_tokens(peer, prompt, 24, guess=answer)
     assert executor.eos_token_ids == {511}
-
-
-def test_random_mixture_on_a_gpu_is_refused_with_the_device_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.options.is_native", lambda raw, _device_type: is_native(raw, "cuda"))
-    with pytest.raises(UnsupportedModel, match=r"random weights of .*; use model\.device: cpu"):
-        load(folder_of("tiny-moe"))
 
 
 def test_local_engine_when_model_is_random_generates_text() -> None:

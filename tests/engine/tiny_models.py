@@ -41,8 +41,8 @@ _GEMMA3: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 12, "rope_pa
 _WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 9}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 _SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 24}
-# model_type and what differs from _SHAPE: mixtures of experts, which our own decoder computes on a CPU and transformers
-# on a GPU; then the other architectures of our own decoder, and those that transformers computes.
+# model_type and what differs from _SHAPE: mixtures of experts, other architectures of our own decoder, and those that
+# transformers computes.
 _SINKS: dict[str, Any] = {**_EXPERTS, "sliding_window": 7, "rope_parameters": {**_YARN, "truncate": False}}
 _CHUNKS: dict[str, Any] = {
     "head_dim": 10,
@@ -233,7 +233,6 @@ _LONGROPE = {
     "original_max_position_embeddings": 80,
 }
 TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **MIXTURES,
     "afmoe": ("afmoe", {**_SMALL_EXPERTS, **_WINDOWS, "num_dense_layers": 1}),
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),

@@ -5,7 +5,7 @@ share a key head are the rows of one matrix product, so that no key is read twic
 of sequences. The device splits the keys by context length, and programs without work exit at once: the same launch,
 captured in a CUDA graph, serves contexts of any length.
 """
-# ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
 from dataclasses import dataclass
@@ -56,18 +56,33 @@ def decode_tiles(page_dtype: torch.dtype, head_dim: int) -> Tiles:
 
 def split_keys(num_decodes: int, num_heads: int, pages: LayerPages, *, num_sms: int) -> KeySplits:
     """Choose splits for a batch of `num_decodes` on a device of `num_sms` and allocate their results."""
-    programs = max(num_decodes, 1) * pages.num_kv_heads
-    wanted = -(-_PROGRAMS_PER_SM * num_sms // programs)
-    if programs >= num_sms:
+    return make_splits(
+        (num_decodes, num_heads, pages.head_dim),
+        num_programs=num_decodes * pages.num_kv_heads,
+        tile_keys=decode_tiles(pages.keys.dtype, pages.head_dim).keys,
+        num_sms=num_sms,
+        device=pages.keys.device,
+    )
+
+
+def make_splits(
+    sizes: tuple[int, int, int], *, num_programs: int, tile_keys: int, num_sms: int, device: torch.device
+) -> KeySplits:
+    """Choose splits for results of `sizes` = (num_decodes, num_heads, head_dim), and allocate these.
+
+    `num_programs`: those of the batch if no context were split.
+    """
+    num_decodes, num_heads, head_dim = sizes
+    wanted = -(-_PROGRAMS_PER_SM * num_sms // max(num_programs, 1))
+    if num_programs >= num_sms:
         num_splits, min_keys = max(wanted, _MIN_SPLITS_OF_LARGE_BATCH), _MIN_KEYS_OF_LARGE_BATCH
     else:
-        num_splits, min_keys = min(wanted, MAX_SPLITS), decode_tiles(pages.keys.dtype, pages.head_dim).keys
-    sizes = (num_decodes, num_heads, num_splits)
+        num_splits, min_keys = min(wanted, MAX_SPLITS), tile_keys
     return KeySplits(
         num_splits=num_splits,
         min_keys=min_keys,
-        outputs=torch.empty((*sizes, pages.head_dim), dtype=torch.float32, device=pages.keys.device),
-        log_sums=torch.empty(sizes, dtype=torch.float32, device=pages.keys.device),
+        outputs=torch.empty((num_decodes, num_heads, num_splits, head_dim), dtype=torch.float32, device=device),
+        log_sums=torch.empty((num_decodes, num_heads, num_splits), dtype=torch.float32, device=device),
     )
 
 
@@ -118,29 +133,46 @@ def decode_attention(
         num_stages=tiles.num_stages,
     )
     if splits.num_splits > 1:
-        _combine_kernel[(num_heads, step.num_decodes)](
-            output,
-            splits.outputs,
-            splits.log_sums,
-            step.context_lens,
-            step.query_start_loc,
-            step.decode_seqs,
-            sinks,
-            splits.num_splits,
-            splits.min_keys,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            WINDOW=pages.window or 0,
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            BLOCK_N=tiles.keys,
-            BLOCK_S=MAX_SPLITS,
-            num_warps=4,
-        )
+        combine_splits(output, splits, step, sinks, tile_keys=tiles.keys, window=pages.window)
+
+
+def combine_splits(
+    output: Tensor,
+    splits: KeySplits,
+    step: DeviceStep,
+    sinks: Tensor | None = None,
+    *,
+    tile_keys: int,
+    window: int | None = None,
+) -> None:
+    """Write the results of contexts that were split into rows of `output`, [num_tokens, num_heads, head_dim].
+
+    `tile_keys`: keys of a tile of the kernel that has filled the splits.
+    """
+    num_heads, head_dim = output.shape[1:]
+    _combine_kernel[(num_heads, step.num_decodes)](
+        output,
+        splits.outputs,
+        splits.log_sums,
+        step.context_lens,
+        step.query_start_loc,
+        step.decode_seqs,
+        sinks,
+        splits.num_splits,
+        splits.min_keys,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        WINDOW=window or 0,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_N=tile_keys,
+        BLOCK_S=MAX_SPLITS,
+        num_warps=4,
+    )
 
 
 @triton.jit
-def _split_range(context_len, num_splits, min_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first key inside the window, keys per split, and the number of non-empty splits, for both kernels."""
+def split_range(context_len, num_splits, min_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the first key inside the window, keys per split, and the number of non-empty splits, for all kernels."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context_len - WINDOW, 0)
@@ -151,7 +183,7 @@ def _split_range(context_len, num_splits, min_keys, WINDOW: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr):
+def sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr):
     """Return the sequence of the index-th decode, and the row of its token."""
     if decode_seqs_ptr is None:
         return index, index
@@ -193,9 +225,9 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     index = tl.program_id(2)
-    seq, token = _sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr)
+    seq, token = sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr)
     context_len = tl.load(context_lens_ptr + seq)
-    begin, split_size, num_used = _split_range(context_len, num_splits, min_keys, WINDOW, BLOCK_N)
+    begin, split_size, num_used = split_range(context_len, num_splits, min_keys, WINDOW, BLOCK_N)
     if split >= tl.maximum(num_used, 1):
         return
     begin += split * split_size
@@ -265,8 +297,8 @@ def _combine_kernel(
     """Weigh the splits of one sequence and head by their sums of exponentials."""
     head = tl.program_id(0)
     index = tl.program_id(1)
-    seq, token = _sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr)
-    _, _, num_used = _split_range(tl.load(context_lens_ptr + seq), num_splits, min_keys, WINDOW, BLOCK_N)
+    seq, token = sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr)
+    _, _, num_used = split_range(tl.load(context_lens_ptr + seq), num_splits, min_keys, WINDOW, BLOCK_N)
     if num_used <= 1:
         return  # written already
     first = (index.to(tl.int64) * NUM_HEADS + head) * num_splits

@@ -1,11 +1,12 @@
 """The decoder's operations on CUDA; an `Ops`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
+from engine.ops.latent_attention import LatentHeads
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.cudnn_attention import cudnn_attention
 from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
@@ -17,12 +18,22 @@ from engine.ops.triton_kernels.elementwise import (
     rms_norm,
     rms_norm_fp8,
 )
+from engine.ops.triton_kernels.latent_attention import (
+    LatentPages,
+    attend_latent_chunks,
+    decode_latent,
+    latent_tile_tokens,
+    split_latent_keys,
+)
+from engine.ops.triton_kernels.latent_write import LatentRotation, latent_write
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
 from engine.ops.triton_kernels.step import Chunk, DeviceStep
 from engine.pages.kv_cache import TorchKvStore
 from engine.weights.config import DecoderConfig
+from engine.weights.decoder_weights import LatentWeights, Linear
+from engine.weights.latent import LATENT_EPS, LatentConfig
 from engine.weights.quantize import Fp8Rows
 from engine.weights.rope import layer_ropes
 
@@ -37,7 +48,8 @@ class TritonOps:
     Weights and activations have `dtype` (default: the pages'). Pages may be float8_e4m3fn instead. `kv_scales` are the
     factors of each layer's stored keys and values (default: 1). Positions must be below `max_positions` (default: the
     model's); each costs 4 * head_dim bytes, twice where layers with a window have frequencies of their own.
-    `uses_cudnn`: for the attention of chunks. Raises ValueError for a model that the kernels do not take.
+    `uses_cudnn`: for the attention of chunks over keys and values. Raises ValueError for a model that the kernels do
+    not take.
     """
 
     name = "triton"
@@ -57,24 +69,17 @@ class TritonOps:
         self._device = store.layers[0][0].device
         if self._dtype.itemsize == 1:
             raise ValueError("cannot infer the dtype of the activations from float8 pages: pass dtype")
-        self._tile_tokens = tile_tokens(self._dtype, config.head_dim, config.num_heads // config.num_kv_heads)
         self._num_sms = _count_sms(self._device)
         self._attend_chunks = cudnn_attention if uses_cudnn else prefill_attention
-        assert not any(window is not None and window.is_chunk for window in config.windows), "mixtures run on CPUs only"
-        scales = kv_scales or [(1.0, 1.0)] * config.num_layers
-        self._pages = tuple(
-            LayerPages(
-                keys=keys,
-                values=values,
-                window=None if window is None else window.num_tokens,
-                key_scale=key_scale,
-                value_scale=value_scale,
-                attention_scale=config.attention_scale,
-            )
-            for (keys, values), window, (key_scale, value_scale) in zip(
-                store.layers, config.windows, scales, strict=True
-            )
-        )
+        assert not any(window is not None and window.is_chunk for window in config.windows), "chunks are refused on GPUs"
+        self._pages: tuple[LayerPages | LatentPages, ...]
+        if config.latent is None:
+            self._tile_tokens = tile_tokens(self._dtype, config.head_dim, config.num_heads // config.num_kv_heads)
+            self._pages = tuple(_layer_pages(config, store, kv_scales))
+        else:
+            self._tile_tokens = latent_tile_tokens(self._dtype, config.num_heads)
+            rank, scale = config.latent.rank, config.score_scale
+            self._pages = tuple(LatentPages(rows=rows, rank=rank, score_scale=scale) for (rows,) in store.layers)
         num_positions = max_positions or config.max_position_embeddings
         ropes = layer_ropes(config, self._device)
         tables = {rope: rotation_table(rope, num_positions, device=self._device) for rope in set(ropes)}
@@ -95,7 +100,11 @@ class TritonOps:
         Launches depend only on the tensors' shapes, so that a CUDA graph can capture them; the result owns the memory
         of partial results and must live while the graph does.
         """
-        splits = split_keys(step.num_decodes, self._config.num_heads, self._pages[0], num_sms=self._num_sms)
+        pages, num_heads = self._pages[0], self._config.num_heads
+        if isinstance(pages, LatentPages):
+            splits = split_latent_keys(step.num_decodes, num_heads, pages, num_sms=self._num_sms)
+        else:
+            splits = split_keys(step.num_decodes, num_heads, pages, num_sms=self._num_sms)
         return TritonStepOps(self._config, self._pages, self._rotations, step, splits, self._attend_chunks)
 
     @torch.inference_mode()
@@ -105,10 +114,7 @@ class TritonOps:
         Runs padding, which mutates no page: a batch of decodes, and one with a chunk too.
         """
         config = self._config
-        num_all_heads = config.num_heads + 2 * config.num_kv_heads
         norm = torch.ones(config.hidden_size, device=self._device)
-        head_norm = torch.ones(config.head_dim, device=self._device) if config.has_qk_norm else None
-        sinks = torch.zeros(config.num_heads, dtype=self._dtype, device=self._device) if config.has_sinks else None
         # Layers with the same window share a kernel.
         layers = {window: i for i, window in enumerate(config.windows)}.values()
         for step in _padding_steps(self._tile_tokens, self._pages[0].block_size, self._device):
@@ -116,26 +122,38 @@ class TritonOps:
             hidden = torch.zeros((num_tokens, config.hidden_size), dtype=self._dtype, device=self._device)
             ops.rms_norm(hidden, norm)
             ops.add_rms_norm(hidden, hidden.clone(), norm)
-            ops.gate_mul(hidden.new_zeros((num_tokens, 2 * config.intermediate_size)))
+            for size in config.gated_sizes:
+                ops.gate_mul(hidden.new_zeros((num_tokens, 2 * size)))
             for layer_idx in layers:
-                qkv = hidden.new_zeros((num_tokens, num_all_heads * config.head_dim))
-                ops.attend(layer_idx, qkv, head_norm, head_norm, sinks)
+                self._warm_up_attention(ops, layer_idx, hidden)
+
+    def _warm_up_attention(self, ops: "TritonStepOps", layer_idx: int, hidden: Tensor) -> None:
+        config = self._config
+        if config.latent is not None:
+            weights, size = _latent_trial(config, config.latent, hidden)
+            ops.attend_latent(layer_idx, hidden.new_zeros((len(hidden), size)), weights)
+            return
+        head_norm = torch.ones(config.head_dim, device=self._device) if config.has_qk_norm else None
+        sinks = hidden.new_zeros(config.num_heads) if config.has_sinks else None
+        num_all_heads = config.num_heads + 2 * config.num_kv_heads
+        qkv = hidden.new_zeros((len(hidden), num_all_heads * config.head_dim))
+        ops.attend(layer_idx, qkv, head_norm, head_norm, sinks)
 
 
 class TritonStepOps:
-    """One step; a `StepOps`."""
+    """One step; a `StepOps` and a `LatentStepOps`."""
 
     def __init__(
         self,
         config: DecoderConfig,
-        pages: tuple[LayerPages, ...],
+        pages: tuple[LayerPages | LatentPages, ...],
         rotations: tuple[Tensor, ...],
         step: DeviceStep,
         splits: KeySplits,
         attend_chunks: Callable[[Tensor, Tensor, LayerPages, DeviceStep, Tensor | None], None],
     ) -> None:
+        self._config = config
         self._eps = config.rms_norm_eps
-        self._head_dim = config.head_dim
         self._activation = config.activation
         self._pages = pages
         self._rotations = rotations
@@ -164,13 +182,37 @@ class TritonStepOps:
         if q_norm is not None and k_norm is not None:
             norms = HeadNorms(query=q_norm, key=k_norm, eps=self._eps)
         pages = self._pages[layer_idx]
-        heads = qkv.view(len(qkv), -1, self._head_dim)
+        assert isinstance(pages, LayerPages), f"{pages} hold no keys"
+        heads = qkv.view(len(qkv), -1, self._config.head_dim)
         query = rope_kv_write(heads, norms, self._rotations[layer_idx], pages, self._step)
         output = torch.empty_like(query)
         if self._step.num_decodes:
             decode_attention(output, query, pages, self._step, self._splits, sinks)
         self._attend_chunks(output, query, pages, self._step, sinks)
         return output.view(len(qkv), -1)
+
+    def attend_latent(self, layer_idx: int, compressed: Tensor, weights: LatentWeights) -> Tensor:
+        """See `LatentStepOps`."""
+        config, latent, pages = self._config, self._config.latent, self._pages[layer_idx]
+        assert latent is not None and isinstance(pages, LatentPages), f"{pages} hold no latent rows"
+        query, row = torch.split(compressed, [compressed.shape[1] - latent.row_size, latent.row_size], dim=1)
+        if weights.query_up is not None and weights.query_norm is not None:
+            query = weights.query_up(rms_norm(query.contiguous(), weights.query_norm, LATENT_EPS))
+        query = torch.unflatten(query, 1, (config.num_heads, latent.query_dim))
+        rotation = LatentRotation(
+            norm=weights.row_norm,
+            eps=LATENT_EPS,
+            angles=self._rotations[layer_idx],
+            has_interleaved_pairs=latent.has_interleaved_pairs,
+        )
+        rope = latent_write(query, row, rotation, pages, self._step)
+        heads = LatentHeads(latent, weights.row_up.view(config.num_heads, -1, latent.rank))
+        queries = heads.join(query[..., : latent.nope_dim], rope)
+        output = torch.empty((*queries.shape[:2], latent.rank), dtype=queries.dtype, device=queries.device)
+        if self._step.num_decodes:
+            decode_latent(output, queries, pages, self._step, self._splits)
+        attend_latent_chunks(output, queries, pages, self._step)
+        return heads.values(output).flatten(1)
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -187,6 +229,37 @@ class TritonStepOps:
     def gate_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
         """See `Fp8StepOps`."""
         return gate_mul_fp8(gate_up, self._activation)
+
+
+def _layer_pages(
+    config: DecoderConfig, store: TorchKvStore, kv_scales: Seq[tuple[float, float]] | None
+) -> Iterator[LayerPages]:
+    scales = kv_scales or [(1.0, 1.0)] * config.num_layers
+    for (keys, values), window, (key_scale, value_scale) in zip(store.layers, config.windows, scales, strict=True):
+        yield LayerPages(
+            keys=keys,
+            values=values,
+            window=None if window is None else window.num_tokens,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            attention_scale=config.attention_scale,
+        )
+
+
+def _latent_trial(config: DecoderConfig, latent: LatentConfig, like: Tensor) -> tuple[LatentWeights, int]:
+    """Return weights of zeros, and the number of features that they are used with."""
+
+    def ones(size: int) -> Tensor:
+        return torch.ones(size, device=like.device)
+
+    rank, query_size = latent.query_rank, config.num_heads * latent.query_dim
+    weights = LatentWeights(
+        query_norm=None if rank is None else ones(rank),
+        query_up=None if rank is None else Linear(weight=like.new_zeros((query_size, rank)), bias=None),
+        row_norm=ones(latent.rank),
+        row_up=like.new_zeros((config.num_heads * (latent.nope_dim + latent.value_dim), latent.rank)),
+    )
+    return weights, (rank or query_size) + latent.row_size
 
 
 def _count_sms(device: torch.device) -> int:

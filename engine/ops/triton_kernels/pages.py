@@ -14,8 +14,8 @@ LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
 
 # Finite, so that (hidden - hidden) is 0 and not NaN. A row whose first keys are all hidden sums them with weight 1
-# until its first visible key, which then scales the sum by exp2(_HIDDEN - m) = 0.
-_HIDDEN = tl.constexpr(-1.0e30)
+# until its first visible key, which then scales the sum by exp2(HIDDEN - m) = 0.
+HIDDEN = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def attend_keys(
             visible = exists[None, :] & (keys[None, :] <= positions[:, None])
             if WINDOW > 0:
                 visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-            scores = tl.where(visible, scores, _HIDDEN)
+            scores = tl.where(visible, scores, HIDDEN)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)

@@ -31,6 +31,13 @@ from engine.ops.triton_kernels.elementwise import (
     rms_norm,
     rms_norm_fp8,
 )
+from engine.ops.triton_kernels.latent_attention import (
+    LatentPages,
+    attend_latent_chunks,
+    decode_latent,
+    split_latent_keys,
+)
+from engine.ops.triton_kernels.latent_write import LatentRotation, latent_write
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write
@@ -92,6 +99,7 @@ SHAPES = (
         window=128,
     ),
 )
+_LATENT_HEADS = {"deepseek-v2-lite": 16, "deepseek-v3": 128}
 
 
 class _HopperDriver:
@@ -119,6 +127,9 @@ def main() -> None:
     for shape in SHAPES:
         _launch_kernels(shape)
         _print_and_forget(shape.name, compiled)
+    for name, num_heads in _LATENT_HEADS.items():
+        _launch_latent_kernels(num_heads)
+        _print_and_forget(name, compiled)
     _launch_kernels_of_any_shape()
     _print_and_forget("any", compiled)
 
@@ -138,15 +149,7 @@ def _launch_kernels(shape: Shape) -> None:
     pages = LayerPages(
         keys=empty(*sizes, dtype=page_dtype), values=empty(*sizes, dtype=page_dtype), window=shape.window
     )
-    step = DeviceStep(
-        positions=empty(_NUM_TOKENS, dtype=torch.int32),
-        slot_mapping=empty(_NUM_TOKENS, dtype=torch.int64),
-        context_lens=empty(_NUM_TOKENS, dtype=torch.int32),
-        block_tables=empty(_NUM_TOKENS, 64, dtype=torch.int32),
-        query_start_loc=empty(_NUM_TOKENS + 1, dtype=torch.int32),
-        decode_seqs=None,
-        prefill_tiles=empty(8, 2, dtype=torch.int32),
-    )
+    step = _step()
     norm = empty(shape.head_dim, dtype=torch.float32)
     norms = HeadNorms(query=norm, key=norm, eps=1e-6) if shape.has_head_norms else None
     rotations = empty(4096, shape.head_dim, dtype=torch.float32)
@@ -166,6 +169,37 @@ def _launch_kernels(shape: Shape) -> None:
     for activation in Activation:
         gate_mul(empty(_NUM_TOKENS, 2 * shape.intermediate_size), activation)
         gate_mul_fp8(empty(_NUM_TOKENS, 2 * shape.intermediate_size), activation)
+
+
+def _launch_latent_kernels(num_heads: int) -> None:
+    """DeepSeek's rows, which queries of 192 values attend to."""
+
+    def empty(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.bfloat16, device="meta")
+
+    pages, step = LatentPages(rows=empty(_NUM_TOKENS, 16, 1, 576), rank=512, score_scale=0.1), _step()
+    rotation = LatentRotation(
+        norm=empty(512).float(), eps=1e-6, angles=empty(4096, 64).float(), has_interleaved_pairs=True
+    )
+    latent_write(empty(_NUM_TOKENS, num_heads, 192), empty(_NUM_TOKENS, 576), rotation, pages, step)
+    query, output = empty(_NUM_TOKENS, num_heads, 576), empty(_NUM_TOKENS, num_heads, 512)
+    decode_latent(output, query, pages, step, split_latent_keys(1, num_heads, pages, num_sms=132))
+    attend_latent_chunks(output, query, pages, step)
+
+
+def _step() -> DeviceStep:
+    def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    return DeviceStep(
+        positions=empty(_NUM_TOKENS),
+        slot_mapping=empty(_NUM_TOKENS, dtype=torch.int64),
+        context_lens=empty(_NUM_TOKENS),
+        block_tables=empty(_NUM_TOKENS, 64),
+        query_start_loc=empty(_NUM_TOKENS + 1),
+        decode_seqs=None,
+        prefill_tiles=empty(8, 2),
+    )
 
 
 def _launch_kernels_of_any_shape() -> None:
