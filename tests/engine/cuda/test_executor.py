@@ -1,7 +1,7 @@
 """The device executor: graphs, rows with changing owners, faults half-way, pages in the remaining memory."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from engine.pages.kv_cache import TorchKvStore
 from engine.sequence import Sequence
 from tests.engine.driver import DEVICE, Driver, load, load_device, make_sequence
 from tests.engine.test_executors import fill_with_nan
-from tests.engine.tiny_models import VOCAB_SIZE, make_prompt
+from tests.engine.tiny_models import LATENT, MIXTURES, VOCAB_SIZE, make_prompt
 from tests.engine.triton_interpreter import patched_once
 
 NUM_TOKENS = 20
@@ -149,8 +149,9 @@ def test_load_when_no_pages_are_given_fills_the_memory_that_is_left(
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_launch_on_a_gpu_never_waits_for_it(qwen3: Path) -> None:
-    driver = Driver(load_device(qwen3, num_blocks=512, max_running=16))
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_launch_on_a_gpu_never_waits_for_it(name: str, checkpoint: Callable[[str], Path]) -> None:
+    driver = Driver(load_device(checkpoint(name), dtype="bfloat16", num_blocks=512, max_running=16))
     driver.generate(sampled_sequences(10), num_tokens=3)  # kernels are compiled
     sequences = sampled_sequences(10)
     batch = []
@@ -182,11 +183,27 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("name", [*MIXTURES, *LATENT])
+def test_launch_of_mixtures_and_latent_attention_equals_the_other_executor(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    prompts = [make_prompt(num, seed=num) for num in (5, 17, 30)]
+    folder = checkpoint(name)
+    expected = Driver(load(folder)).generate([make_sequence(p) for p in prompts], num_tokens=NUM_TOKENS)
+    driver = Driver(load_device(folder), seed=3)
+    assert driver.generate([make_sequence(p) for p in prompts], num_tokens=NUM_TOKENS, chunk_size=7) == expected
+    assert driver.num_overlapped
+
+
 @pytest.mark.usefixtures("_kernels")
-def test_launch_over_kernels_and_pages_full_of_nan_equals_the_other_executor(qwen3: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
+def test_launch_over_kernels_and_pages_full_of_nan_equals_the_other_executor(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = checkpoint(name)
     prompts = [make_prompt(num, seed=num) for num in (9, 4, 6)]
-    expected = Driver(load(qwen3)).generate([make_sequence(p) for p in prompts], num_tokens=3)
-    executor = load_device(qwen3, max_running=2, num_blocks=16)
+    expected = Driver(load(folder)).generate([make_sequence(p) for p in prompts], num_tokens=3)
+    executor = load_device(folder, max_running=2, num_blocks=16)
     assert isinstance(executor.kv, TorchKvStore)
     fill_with_nan(executor.kv)
     driver = Driver(executor)

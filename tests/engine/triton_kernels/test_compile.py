@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -31,12 +32,16 @@ def usages() -> list[dict[str, Any]]:
 
 def test_kernels_of_every_shape_compile_for_hopper(usages: list[dict[str, Any]]) -> None:
     kernels = Counter(usage["kernel"] for usage in usages)
-    num_shapes = len({usage["shape"] for usage in usages} - {"any"})
-    assert num_shapes == 8
+    num_latent = len({usage["shape"] for usage in usages if usage["kernel"] == "_latent_decode_kernel"})
+    num_shapes = len({usage["shape"] for usage in usages} - {"any"}) - num_latent
+    assert (num_shapes, num_latent) == (8, 2)
     assert kernels == {
         "_rope_kv_write_kernel": 2 * num_shapes,
         "_decode_kernel": num_shapes,
-        "_combine_kernel": num_shapes,
+        "_combine_kernel": num_shapes + num_latent,
+        "_latent_write_kernel": num_latent,
+        "_latent_decode_kernel": num_latent,
+        "_latent_chunk_kernel": num_latent,
         "_prefill_kernel": num_shapes,
         "_rms_norm_kernel": 4 * 3,
         "_gate_mul_kernel": 6,
@@ -58,7 +63,7 @@ def test_kernels_of_every_shape_fit_into_shared_memory(usages: list[dict[str, An
 
 
 def test_attention_kernels_use_tensor_cores_and_asynchronous_copies(usages: list[dict[str, Any]]) -> None:
-    attention = [usage for usage in usages if usage["kernel"] in ("_decode_kernel", "_prefill_kernel")]
+    attention = [usage for usage in usages if re.search("(decode|prefill|chunk)_kernel", usage["kernel"])]
     assert [usage for usage in attention if not (usage["has_tensor_cores"] and usage["has_async_copies"])] == []
 
 
@@ -70,3 +75,9 @@ def test_decode_kernels_of_half_precision_run_three_on_a_multiprocessor(usages: 
     decode = [u for u in usages if u["kernel"] == "_decode_kernel" and u["shape"] not in _TWO_AT_A_TIME]
     assert [u for u in decode if 3 * (u["shared_bytes"] + _RESERVED_SHARED_BYTES) > _SM_SHARED_BYTES] == []
     assert [u for u in decode if 3 * u["registers"] * 32 * u["num_warps"] > _REGISTERS] == []
+
+
+def test_latent_decodes_of_few_heads_run_two_on_a_multiprocessor(usages: list[dict[str, Any]]) -> None:
+    (decode,) = (u for u in usages if u["kernel"] == "_latent_decode_kernel" and u["shape"] == "deepseek-v2-lite")
+    assert 2 * (decode["shared_bytes"] + _RESERVED_SHARED_BYTES) <= _SM_SHARED_BYTES
+    assert 2 * decode["registers"] * 32 * decode["num_warps"] <= _REGISTERS

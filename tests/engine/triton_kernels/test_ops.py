@@ -76,7 +76,14 @@ def _run_steps(model: _TinyModel, ops: Ops, steps: Seq[Seq[int]] = _STEPS) -> li
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's
 @pytest.mark.parametrize(
-    ("name", "uses_cudnn"), [("llama-one-key-head", True), ("qwen3-layer-types", False), ("gemma3", True)]
+    ("name", "uses_cudnn"),
+    [
+        ("llama-one-key-head", True),
+        ("qwen3-layer-types", False),
+        ("gemma3", True),
+        ("deepseek_v2-query-rank", False),
+        ("deepseek_v3-halves", True),
+    ],
 )
 @torch.inference_mode()
 def test_triton_ops_in_decoder_equal_torch_ops(
@@ -168,12 +175,14 @@ def test_triton_ops_beside_float8_pages_ask_for_a_dtype(
 
 
 @torch.inference_mode()
-def test_triton_ops_warm_up_leaves_pages_as_they_are(checkpoint: Callable[[str], Path], device: torch.device) -> None:
-    model = _load(checkpoint("qwen3-layer-types"), device)
+@pytest.mark.parametrize("name", ["qwen3-layer-types", "deepseek_v2", "deepseek_v3"])
+def test_triton_ops_warm_up_leaves_pages_as_they_are(
+    name: str, checkpoint: Callable[[str], Path], device: torch.device
+) -> None:
+    model = _load(checkpoint(name), device)
     store = model.store()
-    for keys, values in store.layers:
-        keys.normal_()
-        values.normal_()
+    for part in (part for pages in store.layers for part in pages):
+        part.normal_()
     before = [bits(cache) for pages in store.layers for cache in pages]
     TritonOps(model.config, store, max_positions=16).warm_up()
     after = [bits(cache) for pages in store.layers for cache in pages]
