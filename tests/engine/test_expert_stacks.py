@@ -1,5 +1,7 @@
 """Mixtures of experts as a GPU computes them, on a CPU: the same sums as expert by expert, without the host."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.random_models import CONFIGS
+from engine.options import EngineOptions, ModelDescription
 from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config
 from engine.weights.decoder_weights import Moe
 from engine.weights.expert_stacks import ExpertStack, StackedMoe, check_experts, padded_features
@@ -157,6 +160,29 @@ def test_experts_of_a_layer_are_views_of_its_stacks() -> None:
     ):
         addresses = [projection.weight.untyped_storage().data_ptr() for projection in projections]  # type: ignore[attr-defined]
         assert set(addresses) == {stack.weight.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("qwen3_moe", {"quantization": "int4"}, "experts in int4 on a GPU"),
+        ("deepseek_v2", {"quantization": "fp8"}, "experts in fp8 on a GPU"),
+        ("deepseek_v2", {"kv_dtype": "fp8"}, "kv_dtype: fp8 with latent attention: .*; choose auto"),
+    ],
+)
+def test_options_of_mixtures_that_a_gpu_does_not_have_are_refused(
+    name: str,
+    options: dict[str, Any],
+    reason: str,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.options.resolve_device", lambda _device: torch.device("cuda"))
+    folder = checkpoint(name)
+    described = ModelDescription.read(EngineOptions(model_dir=folder, model_name="tiny", dtype="bfloat16"))
+    assert isinstance(described.config, DecoderConfig)
+    with pytest.raises(UnsupportedModel, match=reason):
+        ModelDescription.read(EngineOptions(model_dir=folder, model_name="tiny", dtype="bfloat16", **options))
 
 
 def test_mixtures_that_a_gpu_does_not_compute_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

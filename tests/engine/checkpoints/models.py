@@ -70,12 +70,14 @@ def save_quantized(
     return model
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[DecoderWeights, DecoderConfig]:
-    """Return a checkpoint's weights as the engine loads them."""
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, *, read: Callable[..., DecoderWeights] = load_weights
+) -> tuple[DecoderWeights, DecoderConfig]:
+    """Return a checkpoint's weights as the engine loads them; `read` is the function that does."""
     raw = read_json(folder / "config.json")
     config, weight_format = parse_config(raw), read_weight_format(raw)
     files = weight_files(folder)
-    return load_weights(files, config, dtype=dtype, device=CPU, weight_format=weight_format), config
+    return read(files, config, dtype=dtype, device=CPU, weight_format=weight_format), config
 
 
 def describe(folder: Path, **options: Any) -> ModelDescription:

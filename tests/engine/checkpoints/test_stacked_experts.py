@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.model.loader import load_stacked_weights, load_weights
 from engine.weights.config import UnsupportedModel
+from engine.weights.decoder_weights import DecoderWeights
 from engine.weights.layout import checkpoint_views
 from tests.engine.checkpoints.models import load
 from tests.engine.driver import Driver, make_sequence
@@ -79,9 +81,15 @@ def save(tmp_path: Path) -> Save:
     return save
 
 
+@pytest.mark.parametrize("read", [load_weights, load_stacked_weights])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mxfp4_weights_are_the_values_that_the_format_says(save: Save, dtype: torch.dtype) -> None:
-    found, expected = (checkpoint_views(*load(save(is_packed=is_packed), dtype)) for is_packed in (True, False))
+def test_mxfp4_weights_are_the_values_that_the_format_says(
+    save: Save, dtype: torch.dtype, read: Callable[..., DecoderWeights]
+) -> None:
+    found, expected = (
+        checkpoint_views(*load(save(is_packed=is_packed), dtype, read=reader))
+        for is_packed, reader in ((True, read), (False, load_weights))
+    )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

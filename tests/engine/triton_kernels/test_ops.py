@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kv_store import KvShape
 from engine.model.decoder import Decoder
-from engine.model.loader import load_weights, weight_files
+from engine.model.loader import load_stacked_weights, load_weights, weight_files
 from engine.ops.interface import Ops
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
@@ -21,6 +22,7 @@ from engine.ops.triton_kernels.ops import TritonOps
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.pages.kv_cache import TorchKvStore, kv_shape
 from engine.weights.config import DecoderConfig, parse_config, read_json
+from engine.weights.decoder_weights import DecoderWeights
 from engine.weights.kernels import quantize_rows
 from engine.weights.quantize import quantize_weights
 from tests.engine.tiny_models import make_prompt
@@ -45,9 +47,9 @@ class _TinyModel:
         return TorchKvStore(self.shape, _NUM_BLOCKS, device=self.device)
 
 
-def _load(model_dir: Path, device: torch.device) -> _TinyModel:
+def _load(model_dir: Path, device: torch.device, load: Callable[..., DecoderWeights] = load_weights) -> _TinyModel:
     config = parse_config(read_json(model_dir / "config.json"))
-    weights = load_weights(weight_files(model_dir), config, dtype=torch.float32, device=device)
+    weights = load(weight_files(model_dir), config, dtype=torch.float32, device=device)
     shape = kv_shape(config, block_size=_BLOCK_SIZE, dtype=torch.float32, fingerprint="test")
     return _TinyModel(decoder=Decoder(config, weights), config=config, shape=shape, device=device)
 
@@ -148,6 +150,38 @@ def test_triton_ops_bound_to_padded_step_equal_planned_step(
     hidden = model.decoder.forward(tokens, bound.bind(padded(step, 5)))
     torch.testing.assert_close(hidden[:3], expected)
     assert hidden.isfinite().all()
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Ends operations that hand the host a value, or have a shape that depends on one."""
+
+    _WAITING = ("local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "bincount", "repeat_interleave")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name().removeprefix("aten::").strip("_")
+        has_mask = name.startswith("index.") and any(each is not None and each.dtype is torch.bool for each in args[1])
+        assert not has_mask and not name.startswith(self._WAITING), f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe", "deepseek_v2-query-rank", "deepseek_v3"])
+@torch.inference_mode()
+def test_decode_of_mixtures_and_latent_rows_never_waits(
+    name: str, checkpoint: Callable[[str], Path], device: torch.device
+) -> None:
+    model = _load(checkpoint(name), device, load=load_stacked_weights)
+    ops = TritonOps(model.config, model.store())
+    metadata = AttentionMetadata.from_spans(_spans((5, 0, 8), (1, 1, 1)), block_size=_BLOCK_SIZE)
+    step = DeviceStep.from_metadata(metadata, tile_tokens=ops.tile_tokens, device=device)
+    tokens = torch.tensor([3, 1, 4], device=device)
+    with _NoWaiting():
+        logits = model.decoder.logits(model.decoder.forward(tokens, ops.bind(step)))
+    single = _load(checkpoint(name), device)
+    with pytest.raises(AssertionError, match="waits for the device"), _NoWaiting():
+        single.decoder.forward(tokens, ops.bind(step))
+    assert logits.isfinite().all()
 
 
 @torch.inference_mode()
