@@ -20,7 +20,7 @@ def make_report(*, ratio: float | None = None, goal: float | None = None, failur
     return Report(part="speed", title="Speed", machine="a card", readings=[reading], failures=failures)
 
 
-# No mixture of experts runs on a GPU, and a step reads only some of its experts.
+# A step reads only some of the experts of a mixture, whose speed is not measured so far.
 @pytest.mark.parametrize("model", [name for name, raw in CONFIGS.items() if parse_config(raw).experts is None])
 def test_weight_bytes_when_bf16_are_those_of_the_matrices_that_a_step_reads(model: str) -> None:
     arm = Arm(model=model, format=Format.BF16)

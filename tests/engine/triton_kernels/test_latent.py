@@ -166,7 +166,7 @@ def test_write_of_rows_and_rotation_of_queries_equal_torch(
     generator = torch.Generator().manual_seed(0)
     size = latent.num_heads * (nope_dim + latent.rope_dim)
     compressed = torch.randn((4, size + latent.rank + latent.rope_dim), generator=generator).to(device, dtype)
-    query, row = compressed[:, :size].unflatten(1, (latent.num_heads, -1)), compressed[:, size:]
+    query, row = torch.unflatten(compressed[:, :size], 1, (latent.num_heads, -1)), compressed[:, size:]
     norm = torch.randn(latent.rank, generator=generator).to(dtype).to(device, torch.float32)
     angles = torch.randn((16, latent.rope_dim // 2), generator=generator).to(device)
     table = torch.cat((angles.cos(), angles.sin()), -1)

@@ -152,10 +152,13 @@ def test_triton_ops_bound_to_padded_step_equal_planned_step(
     assert hidden.isfinite().all()
 
 
-class _NoWaiting(TorchDispatchMode):
+class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Ends operations that hand the host a value, or have a shape that depends on one."""
 
     _WAITING = ("local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "bincount", "repeat_interleave")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
