@@ -267,7 +267,7 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("gemma4_text", {**_SHARED_KEYS, "global_head_dim": 16}),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
-    "glm4_moe": ("glm4_moe", {**_SHARED_EXPERTS, "use_qk_norm": True}),
+    "glm4_moe": ("glm4_moe", {**_SHARED_EXPERTS, "hidden_size": 64, "head_dim": 16, "use_qk_norm": True}),
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.6, "use_parallel_residual": False}),
     "granite": ("granite", _GRANITE),
