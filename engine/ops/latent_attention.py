@@ -58,7 +58,7 @@ def attend_latent(step: TorchStepAttention, layer_idx: int, query: Tensor, row: 
     output = query.new_empty((*query.shape[:2], heads.config.value_dim))
     for chunk in plan.chunks:
         found = rows[chunk.tokens, 0] if chunk.blocks is None else pages.gather(chunk.blocks, 1, chunk.num_keys)[0, 0]
-        output[chunk.tokens] = _attend_chunk(chunk, query[chunk.tokens], mix(found), heads, score.scale)
+        output[chunk.tokens] = attend_chunk(chunk, query[chunk.tokens], mix(found), heads, score.scale)
     for group in plan.groups:
         into_rows = mix(heads.into_rows(query.index_select(0, group.rows)))
         sums = attend_group(group, into_rows, (pages,), Softmax(score=score))
@@ -66,7 +66,7 @@ def attend_latent(step: TorchStepAttention, layer_idx: int, query: Tensor, row: 
     return output
 
 
-def _attend_chunk(chunk: Chunk, query: Tensor, rows: Tensor, heads: LatentHeads, scale: float | None) -> Tensor:
+def attend_chunk(chunk: Chunk, query: Tensor, rows: Tensor, heads: LatentHeads, scale: float | None) -> Tensor:
     """Return [num_tokens, num_heads, value_dim] for the chunk's tokens and the rows of all that they may attend to."""
     expands = len(query) >= heads.config.expands_from
     if expands:

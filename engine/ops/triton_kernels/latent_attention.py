@@ -7,49 +7,26 @@ reads a row once, for the product with the queries and for the sum. Decodes spli
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.device.interpreter import dot_dtype
-from engine.ops.triton_kernels.decode_attention import (
+from engine.ops.triton_kernels.key_splits import (
     KeySplits,
     combine_splits,
     make_splits,
     sequence_and_token,
     split_range,
 )
-from engine.ops.triton_kernels.pages import HIDDEN, LOG2_E, Tiles
+from engine.ops.triton_kernels.latent_rows import LatentPages, attend_rows, load_part
+from engine.ops.triton_kernels.pages import LOG2_E, Tiles
 from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
 
 _MIN_DOT_SIZE = 16
 _CHUNK_HEADS = 16
 """Most heads of a chunk's tile."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentPages:
-    """Rows of one layer."""
-
-    rows: Tensor
-    """Contiguous [num_blocks, block_size, 1, rank + rope_dim], in the activations' dtype."""
-    rank: int
-    """First values of a row, which are summed up."""
-    score_scale: float
-    """Factor of scores."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a page."""
-        return self.rows.shape[1]
-
-    @property
-    def rope_dim(self) -> int:
-        """Last values of a row, which are rotated."""
-        return self.rows.shape[3] - self.rank
 
 
 def _decode_tiles(dtype: torch.dtype, num_heads: int) -> Tiles:
@@ -158,55 +135,6 @@ def _constants(query: Tensor, pages: LatentPages, tiles: Tiles) -> dict[str, obj
     }
 
 
-@triton.jit
-def _load_part(start, exists, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return SIZE values behind each pointer of `start` [M, 1] that exists, [M, BLOCK]."""
-    dims = tl.arange(0, BLOCK)[None, :]
-    return tl.load(start + dims, mask=exists[:, None] & (dims < SIZE), other=0.0)
-
-
-@triton.jit
-def _attend_rows(
-    state,  # (accumulator [M, BLOCK_R], maximum [M], sum [M]), float32: what the rows so far add up to
-    query,  # [M, BLOCK_R] in DOT_DTYPE
-    rope_query,  # [M, BLOCK_P] in DOT_DTYPE
-    positions,  # int32 [M]: query m sees rows [0, positions[m]]
-    rows_ptr,
-    table_ptr,  # the sequence's block table
-    begin,
-    end,  # rows [begin, end) are attended to
-    qk_scale,  # of a score, to base 2
-    RANK: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """Add rows [begin, end) to the running softmax and return it; see `pages.attend_keys`."""
-    acc, row_max, row_sum = state
-    for first_key in range(begin, end, BLOCK_N):
-        keys = first_key + tl.arange(0, BLOCK_N)
-        exists = keys < end
-        blocks = tl.load(table_ptr + keys // PAGE_SIZE, mask=exists, other=0)
-        at = rows_ptr + (blocks.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE)[:, None] * (RANK + ROPE_DIM)
-        # Rows beyond the context are not read, so that data of another request, even a NaN, has no effect.
-        row = _load_part(at, exists, RANK, BLOCK_R)
-        rope = _load_part(at + RANK, exists, ROPE_DIM, BLOCK_P)
-        row = row.to(DOT_DTYPE)
-        scores = tl.dot(query, tl.trans(row), input_precision="tf32x3")
-        scores = tl.dot(rope_query, tl.trans(rope.to(DOT_DTYPE)), scores, input_precision="tf32x3") * qk_scale
-        scores = tl.where(exists[None, :] & (keys[None, :] <= positions[:, None]), scores, HIDDEN)
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        rescale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(DOT_DTYPE), row, acc * rescale[:, None], input_precision="tf32x3")
-        row_max = new_max
-    return acc, row_max, row_sum
-
-
 @triton.jit(
     do_not_specialize=["table_stride", "num_splits", "min_keys"], do_not_specialize_on_alignment=list(STEP_POINTERS)
 )
@@ -248,14 +176,14 @@ def _latent_decode_kernel(
     has_head = heads < NUM_HEADS
     offsets = token.to(tl.int64) * NUM_HEADS + heads
     start = query_ptr + offsets[:, None] * (RANK + ROPE_DIM)
-    query = _load_part(start, has_head, RANK, BLOCK_R).to(DOT_DTYPE)
-    rope_query = _load_part(start + RANK, has_head, ROPE_DIM, BLOCK_P).to(DOT_DTYPE)
+    query = load_part(start, has_head, RANK, BLOCK_R).to(DOT_DTYPE)
+    rope_query = load_part(start + RANK, has_head, ROPE_DIM, BLOCK_P).to(DOT_DTYPE)
     state = (
         tl.zeros([BLOCK_H, BLOCK_R], dtype=tl.float32),
         tl.full([BLOCK_H], float("-inf"), dtype=tl.float32),
         tl.zeros([BLOCK_H], dtype=tl.float32),
     )
-    acc, row_max, row_sum = _attend_rows(
+    acc, row_max, row_sum = attend_rows(
         state,
         query,
         rope_query,
@@ -322,8 +250,8 @@ def _latent_chunk_kernel(
     exists = (tokens < num_new) & (heads < NUM_HEADS)
     offsets = (query_begin + tokens).to(tl.int64) * NUM_HEADS + heads
     start = query_ptr + offsets[:, None] * (RANK + ROPE_DIM)
-    query = _load_part(start, exists, RANK, BLOCK_R).to(DOT_DTYPE)
-    rope_query = _load_part(start + RANK, exists, ROPE_DIM, BLOCK_P).to(DOT_DTYPE)
+    query = load_part(start, exists, RANK, BLOCK_R).to(DOT_DTYPE)
+    rope_query = load_part(start + RANK, exists, ROPE_DIM, BLOCK_P).to(DOT_DTYPE)
 
     end = num_computed + tl.minimum(first_token + TILE_TOKENS, num_new)
     state = (
@@ -332,7 +260,7 @@ def _latent_chunk_kernel(
         tl.zeros([BLOCK_M], dtype=tl.float32),
     )
     # One loop with a mask: another one without, for the rows that all see, would take more registers than there are.
-    acc, _row_max, row_sum = _attend_rows(
+    acc, _row_max, row_sum = attend_rows(
         state,
         query,
         rope_query,

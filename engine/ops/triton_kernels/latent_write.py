@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.triton_kernels.latent_attention import LatentPages
+from engine.ops.triton_kernels.latent_rows import LatentPages
 from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
 
 _BLOCK_HEADS = 16

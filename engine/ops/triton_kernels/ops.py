@@ -6,10 +6,9 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.ops.latent_attention import LatentHeads
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.cudnn_attention import cudnn_attention
-from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
+from engine.ops.triton_kernels.decode_attention import decode_attention, split_keys
 from engine.ops.triton_kernels.elementwise import (
     add_rms_norm,
     add_rms_norm_fp8,
@@ -18,22 +17,20 @@ from engine.ops.triton_kernels.elementwise import (
     rms_norm,
     rms_norm_fp8,
 )
+from engine.ops.triton_kernels.key_splits import KeySplits
 from engine.ops.triton_kernels.latent_attention import (
-    LatentPages,
-    attend_latent_chunks,
-    decode_latent,
     latent_tile_tokens,
     split_latent_keys,
 )
-from engine.ops.triton_kernels.latent_write import LatentRotation, latent_write
+from engine.ops.triton_kernels.latent_ops import LatentLayer, attend_latent, latent_trial
+from engine.ops.triton_kernels.latent_rows import LatentPages
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
 from engine.ops.triton_kernels.step import Chunk, DeviceStep
 from engine.pages.kv_cache import TorchKvStore
 from engine.weights.config import DecoderConfig
-from engine.weights.decoder_weights import LatentWeights, Linear
-from engine.weights.latent import LATENT_EPS, LatentConfig
+from engine.weights.decoder_weights import LatentWeights
 from engine.weights.quantize import Fp8Rows
 from engine.weights.rope import layer_ropes
 
@@ -130,8 +127,7 @@ class TritonOps:
     def _warm_up_attention(self, ops: "TritonStepOps", layer_idx: int, hidden: Tensor) -> None:
         config = self._config
         if config.latent is not None:
-            weights, size = _latent_trial(config, config.latent, hidden)
-            ops.attend_latent(layer_idx, hidden.new_zeros((len(hidden), size)), weights)
+            ops.attend_latent(layer_idx, *latent_trial(config, config.latent, hidden))
             return
         head_norm = torch.ones(config.head_dim, device=self._device) if config.has_qk_norm else None
         sinks = hidden.new_zeros(config.num_heads) if config.has_sinks else None
@@ -193,26 +189,12 @@ class TritonStepOps:
 
     def attend_latent(self, layer_idx: int, compressed: Tensor, weights: LatentWeights) -> Tensor:
         """See `LatentStepOps`."""
-        config, latent, pages = self._config, self._config.latent, self._pages[layer_idx]
-        assert latent is not None and isinstance(pages, LatentPages), f"{pages} hold no latent rows"
-        query, row = torch.split(compressed, [compressed.shape[1] - latent.row_size, latent.row_size], dim=1)
-        if weights.query_up is not None and weights.query_norm is not None:
-            query = weights.query_up(rms_norm(query.contiguous(), weights.query_norm, LATENT_EPS))
-        query = torch.unflatten(query, 1, (config.num_heads, latent.query_dim))
-        rotation = LatentRotation(
-            norm=weights.row_norm,
-            eps=LATENT_EPS,
-            angles=self._rotations[layer_idx],
-            has_interleaved_pairs=latent.has_interleaved_pairs,
+        config, pages = self._config, self._pages[layer_idx]
+        assert config.latent is not None and isinstance(pages, LatentPages), f"{pages} hold no latent rows"
+        layer = LatentLayer(
+            num_heads=config.num_heads, config=config.latent, pages=pages, angles=self._rotations[layer_idx]
         )
-        rope = latent_write(query, row, rotation, pages, self._step)
-        heads = LatentHeads(latent, weights.row_up.view(config.num_heads, -1, latent.rank))
-        queries = heads.join(query[..., : latent.nope_dim], rope)
-        output = torch.empty((*queries.shape[:2], latent.rank), dtype=queries.dtype, device=queries.device)
-        if self._step.num_decodes:
-            decode_latent(output, queries, pages, self._step, self._splits)
-        attend_latent_chunks(output, queries, pages, self._step)
-        return heads.values(output).flatten(1)
+        return attend_latent(layer, compressed, weights, self._step, self._splits)
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -244,22 +226,6 @@ def _layer_pages(
             value_scale=value_scale,
             attention_scale=config.attention_scale,
         )
-
-
-def _latent_trial(config: DecoderConfig, latent: LatentConfig, like: Tensor) -> tuple[LatentWeights, int]:
-    """Return weights of zeros, and the number of features that they are used with."""
-
-    def ones(size: int) -> Tensor:
-        return torch.ones(size, device=like.device)
-
-    rank, query_size = latent.query_rank, config.num_heads * latent.query_dim
-    weights = LatentWeights(
-        query_norm=None if rank is None else ones(rank),
-        query_up=None if rank is None else Linear(weight=like.new_zeros((query_size, rank)), bias=None),
-        row_norm=ones(latent.rank),
-        row_up=like.new_zeros((config.num_heads * (latent.nope_dim + latent.value_dim), latent.rank)),
-    )
-    return weights, (rank or query_size) + latent.row_size
 
 
 def _count_sms(device: torch.device) -> int:

@@ -32,11 +32,11 @@ from engine.ops.triton_kernels.elementwise import (
     rms_norm_fp8,
 )
 from engine.ops.triton_kernels.latent_attention import (
-    LatentPages,
     attend_latent_chunks,
     decode_latent,
     split_latent_keys,
 )
+from engine.ops.triton_kernels.latent_rows import LatentPages
 from engine.ops.triton_kernels.latent_write import LatentRotation, latent_write
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention

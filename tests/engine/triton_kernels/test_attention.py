@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ops.triton_kernels.cudnn_attention import cudnn_attention
-from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
+from engine.ops.triton_kernels.decode_attention import decode_attention, split_keys
+from engine.ops.triton_kernels.key_splits import KeySplits
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
 from engine.ops.triton_kernels.step import make_prefill_tiles

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.ops.triton_kernels.decode_attention import KeySplits
+from engine.ops.triton_kernels.key_splits import KeySplits
 from engine.ops.triton_kernels.latent_attention import (
-    LatentPages,
     attend_latent_chunks,
     decode_latent,
     latent_tile_tokens,
     split_latent_keys,
 )
+from engine.ops.triton_kernels.latent_rows import LatentPages
 from engine.ops.triton_kernels.latent_write import LatentRotation, latent_write
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.weights.rope import halves, rotate

@@ -16,6 +16,7 @@ from engine.kv_store import KvShape
 from engine.model.decoder import Decoder
 from engine.model.loader import load_stacked_weights, load_weights, weight_files
 from engine.ops.interface import Ops
+from engine.ops.latent_attention import attend_chunk
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.ops import TritonOps
@@ -24,6 +25,7 @@ from engine.pages.kv_cache import TorchKvStore, kv_shape
 from engine.weights.config import DecoderConfig, parse_config, read_json
 from engine.weights.decoder_weights import DecoderWeights
 from engine.weights.kernels import quantize_rows
+from engine.weights.latent import LatentConfig
 from engine.weights.quantize import quantize_weights
 from tests.engine.tiny_models import make_prompt
 from tests.engine.triton_kernels.support import Case, bits, padded
@@ -150,6 +152,27 @@ def test_triton_ops_bound_to_padded_step_equal_planned_step(
     hidden = model.decoder.forward(tokens, bound.bind(padded(step, 5)))
     torch.testing.assert_close(hidden[:3], expected)
     assert hidden.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+@torch.inference_mode()
+def test_whole_prompts_in_keys_and_values_of_heads_equal_torch_ops(
+    name: str, checkpoint: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, then beside a decode; chunks behind a prefix stay rows."""
+    expanded: list[int] = []
+
+    def attend(chunk: Any, query: Tensor, *others: Any) -> Tensor:
+        expanded.append(len(query))
+        return attend_chunk(chunk, query, *others)
+
+    monkeypatch.setattr("engine.ops.triton_kernels.latent_ops.attend_chunk", attend)
+    monkeypatch.setattr(LatentConfig, "expands_from", 2)
+    model, steps = _load(checkpoint(name), device), ((3, 0, 4), (1, 3, 0), (2, 0, 2), (0, 1, 0))
+    hidden = _run_steps(model, TritonOps(model.config, model.store()), steps)
+    expected = _run_steps(model, TorchOps(model.config, model.store()), steps)
+    torch.testing.assert_close(hidden, expected, atol=2e-4, rtol=2e-4)
+    assert expanded == [3, 4] * model.config.num_layers + [3] * model.config.num_layers
 
 
 class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
