@@ -115,8 +115,8 @@ class ModelDescription:
             weight_format = _read_weight_format(raw, files, options)
             if device.type == "cuda" and config.nope is not None:
                 raise UnsupportedModel(
-                    "layers without rotary embedding, and those that see chunks of a text, are computed on CPUs only; set"
-                    " model.device: cpu or model.engine: vllm"
+                    "layers without rotary embedding, and those that see chunks of a text, are computed on CPUs only;"
+                    " set model.device: cpu or model.engine: vllm"
                 )
             check_experts(config, options.quantization or quantized_by(files, weight_format), device=device)
             check_quantization(options.quantization, config, device=device)

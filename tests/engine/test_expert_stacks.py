@@ -41,6 +41,7 @@ _LATENT = {
     "v_head_dim": 4,
 }
 CONFIGURATIONS = {
+    "weighted inputs": _RAW | {"architectures": ["Llama4ForCausalLM"], "intermediate_size_mlp": 24},
     "softmax": _RAW,
     "shared expert with a gate": _RAW
     | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 30, "norm_topk_prob": False},
@@ -160,6 +161,14 @@ def test_experts_of_a_layer_are_views_of_its_stacks() -> None:
     ):
         addresses = [projection.weight.untyped_storage().data_ptr() for projection in projections]  # type: ignore[attr-defined]
         assert set(addresses) == {stack.weight.untyped_storage().data_ptr()}
+
+
+def test_chunked_attention_on_a_gpu_is_refused_by_name(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.options.resolve_device", lambda _device: torch.device("cuda"))
+    with pytest.raises(UnsupportedModel, match=r"chunks of a text, are computed on CPUs only; set model\.device: cpu"):
+        ModelDescription.read(EngineOptions(model_dir=checkpoint("llama4"), model_name="tiny", dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class TritonOps:
             raise ValueError("cannot infer the dtype of the activations from float8 pages: pass dtype")
         self._num_sms = _count_sms(self._device)
         self._attend_chunks = cudnn_attention if uses_cudnn else prefill_attention
-        assert not any(window is not None and window.is_chunk for window in config.windows), "chunks are refused on GPUs"
+        assert config.nope is None and config.recurrent is None, f"{config} is refused on GPUs"
         self._pages: tuple[LayerPages | LatentPages, ...]
         if config.latent is None:
             self._tile_tokens = tile_tokens(self._dtype, config.head_dim, config.num_heads // config.num_kv_heads)

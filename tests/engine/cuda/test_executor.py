@@ -183,7 +183,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", [*MIXTURES, *LATENT])
+@pytest.mark.parametrize("name", [*MIXTURES, *LATENT, "llama4"])
 def test_launch_of_mixtures_and_latent_attention_equals_the_other_executor(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
