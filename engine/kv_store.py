@@ -45,6 +45,11 @@ class KvShape:
         return self.windowed.layers if self.windowed is not None and self.windowed.has_states else ()
 
     @property
+    def window_blocks(self) -> int:
+        """Blocks before a point whose window pages it takes to go on there, at most; 0 where no layer has any."""
+        return 0 if self.windowed is None else -(-self.windowed.num_tokens // self.block_size)
+
+    @property
     def bytes_per_token(self) -> int:
         """Rows of one token, all layers that have any."""
         num_layers = self.num_layers - len(self.state_layers)

@@ -65,6 +65,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             template_probe=runtime.probes.template,
             version=installed_version(),
             unix_time_s=time.time(),
+            window_blocks=shape.window_blocks,
         )
 
     async def WatchWorker(  # type: ignore[override]  # noqa: D102

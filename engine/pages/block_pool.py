@@ -215,11 +215,23 @@ class BlockPool:
     def drain_events(self) -> KvEvents:
         """Return the changes since the last call."""
         changes, self._changes = self._changes, {}
-        return KvEvents.of_changes(changes)
+        if self.windows is None:
+            return KvEvents.of_changes(changes)
+        # A block that was published since then may have got its page before; one that left the cache has no hash.
+        has_page = {
+            block_hash: self.windows.has_page(block_id)
+            for block_id in self.windows.drain_changed()
+            if (block_hash := self._hash_of[block_id]) is not None
+        }
+        stored = (block_hash for block_hash, is_stored in changes.items() if is_stored)
+        has_page |= {each: True for each in stored if self.windows.has_page(self._block_of[each])}
+        return KvEvents.of_changes(changes, has_page)
 
     def snapshot(self) -> KvEvents:
         """Return all published blocks."""
-        return KvEvents(stored=BlockHashes.of(self._block_of), is_snapshot=True)
+        windows, block_of = self.windows, self._block_of
+        paged = () if windows is None else (each for each in block_of if windows.has_page(block_of[each]))
+        return KvEvents(stored=BlockHashes.of(block_of), paged=BlockHashes.of(paged), is_snapshot=True)
 
     def _evict(self) -> int:
         block_id = self._cached.evict()

@@ -88,6 +88,8 @@ class WindowPages:
         self._empty = list(range(store.num_window_pages - 1, -1, -1))
         self._unneeded: EvictionOrder[int] = EvictionOrder()
         """Blocks whose pages may be taken."""
+        self._changed: set[int] = set()
+        """Blocks that got or lost a page since `drain_changed`."""
         self._window = store.shape.windowed.window
         self.snapshots = Snapshots(store.num_blocks) if store.shape.windowed.has_states else None
         """How long states are kept; None: the pages hold rows of windows."""
@@ -118,6 +120,15 @@ class WindowPages:
         """Pages that sequences need."""
         return self.num_pages - len(self._empty) - len(self._unneeded)
 
+    def has_page(self, block_id: int) -> bool:
+        """Whether a block has a page."""
+        return self._page_of[block_id] != NO_PAGE
+
+    def drain_changed(self) -> set[int]:
+        """Return the blocks that got or lost a page since the last call, those that had none before included."""
+        changed, self._changed = self._changed, set()
+        return changed
+
     def first_needed(self, num_tokens: int) -> int:
         """Return the first block of a window that a sequence with KV of `num_tokens` tokens needs.
 
@@ -145,7 +156,7 @@ class WindowPages:
         """Need a page for each block, which it gets if it has none. The caller's promise covers them."""
         for block_id in block_ids:
             if self._page_of[block_id] == NO_PAGE:
-                self._page_of[block_id] = self._empty.pop() if self._empty else self._detach()
+                self._set_page(block_id, self._empty.pop() if self._empty else self._detach())
             self._need(block_id)
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -169,8 +180,7 @@ class WindowPages:
         if self._page_of[block_id] != NO_PAGE:
             assert not self._needs[block_id], f"block {block_id} is dropped while {self._needs[block_id]} need it"
             self._unneeded.remove(block_id)
-            self._empty.append(self._page_of[block_id])
-            self._page_of[block_id] = NO_PAGE
+            self._empty.append(self._set_page(block_id, NO_PAGE))
 
     def hand_over(self, source: int, target: int) -> None:
         """Let the need of one block's page become one of another block with the same content, whatever it has."""
@@ -179,7 +189,7 @@ class WindowPages:
             self.give_back([source])
             return
         assert self._needs[source] == 1, f"block {source} has a page that {self._needs[source]} need"
-        self._page_of[target], self._page_of[source] = self._page_of[source], NO_PAGE
+        self._set_page(target, self._set_page(source, NO_PAGE))
         self._needs[target], self._needs[source] = 1, 0
 
     def num_usable(self, num_blocks: int, block_at: Callable[[int], int]) -> int:
@@ -201,6 +211,10 @@ class WindowPages:
         self._needs[block_id] += 1
 
     def _detach(self) -> int:
-        block_id = self._unneeded.evict()
-        page, self._page_of[block_id] = self._page_of[block_id], NO_PAGE
-        return page
+        return self._set_page(self._unneeded.evict(), NO_PAGE)
+
+    def _set_page(self, block_id: int, page: int) -> int:
+        """Give a block a page, or none. Returns the one before."""
+        before, self._page_of[block_id] = self._page_of[block_id], page
+        self._changed.add(block_id)
+        return before

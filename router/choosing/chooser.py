@@ -91,7 +91,7 @@ class Chooser:
         if search.request.is_quarantined:
             excluded = {*excluded, *self._fleet.bookings.quarantine}
         view = self._fleet.view(search.request.pool, excluded=excluded)
-        matches = self._index.match(search.request.hashes)
+        matches = self._index.match(search.request.hashes, num_usable=search.request.num_usable_blocks)
         request = replace(
             search.request,
             now_s=now_s,
@@ -159,7 +159,8 @@ class Chooser:
 
     def work_s(self, request: PlacementRequest) -> float:
         """Return how long a typical worker computes the prompt with the longest prefix that any worker holds."""
-        num_cached_blocks = min(self._index.match(request.hashes).longest, request.num_usable_blocks)
+        matches = self._index.match(request.hashes, num_usable=request.num_usable_blocks)
+        num_cached_blocks = min(matches.longest, request.num_usable_blocks)
         num_cached_tokens = num_cached_blocks * request.block_size
         return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached_tokens, num_cached_tokens)
 
@@ -217,7 +218,7 @@ class Chooser:
         # Only where they are computed: a sibling may queue behind them there, but before the blocks have arrived at the
         # decode worker of a remote plan, a local plan there would compute them again.
         self.expect(plan.computes, request.hashes)
-        num_held = matches.longest
+        decision.num_held_blocks, num_held = matches.count_held(plan.computes), matches.longest_held
         decision.num_evicted_blocks = self._index.evicted.count_leading(request.hashes.keys, start=num_held)
         self.hot_prefixes.note(request.hashes, min(num_held + decision.num_evicted_blocks, len(request.hashes)))
         decision.decision_s = self._clock.monotonic() - request.now_s

@@ -52,6 +52,8 @@ class DecisionRecord:
     attempt: int = 0
     num_hashed_blocks: int = 0
     """Full blocks that caches may hold; 0 for a request that no cache serves."""
+    num_held_blocks: int = 0
+    """Leading blocks that the worker which computes held, of use to the request or not, as it had reported."""
     num_evicted_blocks: int = 0
     """Blocks behind the longest cached prefix that caches held before and have evicted."""
     num_cached_tokens: int | None = None

@@ -57,6 +57,8 @@ class WorkerFacts:
     """Length of the embeddings that it computes; 0: it computes none."""
     exact_resume: bool = True
     """Whether it continues another worker's answer exactly as that worker would have, also at near ties."""
+    window_blocks: int = 0
+    """Blocks before a point whose window pages it takes to go on there, at most; 0: it has no such pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,7 @@ def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFact
         direct_port=described.direct_port,
         hidden_size=described.hidden_size,
         exact_resume=described.exact_resume,
+        window_blocks=described.window_blocks,
     )
 
 

@@ -11,6 +11,8 @@ when the block was last used:
   number must be verified before it is used (`PrefixMatches.verify`).
 - *Updates* work on batches: a batch has few different values, so each is computed once and shared by all its keys, and
   the rest is dictionary operations on whole lists.
+- *Window pages* (`engine/pages/window_pages.py`) are the bits of a second slot, the one behind their worker's own. A
+  worker has such a bit only in values in which it has its own, so that both go together.
 - *Memory* is bounded: beyond `max_blocks`, the blocks that were neither stored nor routed to for the longest time go.
 - *A snapshot* moves its worker to a fresh slot, so replacing or dropping everything that a worker holds is O(1). The
   old bit is scrubbed in slices, one with every later change, and only then used again.
@@ -27,7 +29,9 @@ from common.ids import WorkerId
 from common.kv_events import KvEvents
 from router.fleet.block_ages import BlockAges, EvictedBlocks
 from router.fleet.expectations import Expectations
-from router.fleet.prefix_match import STAMP_BITS, IndexView, PrefixMatches, slot_bit
+from router.fleet.prefix_groups import STAMP_BITS, Group, held_groups, merged, slot_bit, usable_groups
+from router.fleet.prefix_match import IndexView, PrefixMatches
+from router.fleet.slots import Slots
 
 CHUNK_KEYS = 4096
 """Keys that are aged, evicted or scrubbed at a time, in about a millisecond."""
@@ -48,12 +52,7 @@ class PrefixIndex:
         """Values given in this chunk; equal values are one object."""
         self._ages = BlockAges(self._values, stamp_mask=_STAMP, chunk_keys=chunk_keys)
         self._expectations = Expectations()
-        self._slots: dict[WorkerId, int] = {}
-        self._owners: list[WorkerId | None] = []
-        """Owner of each slot. Replaced, never changed, because matches keep a reference."""
-        self._free_slots: list[int] = []
-        self._live = 0
-        """Bits of the slots that have owners, as in values."""
+        self._slots = Slots()
         self._retired: set[int] = set()
         self._scrub_slots: set[int] = set()
         self._scrub_next = self._scrub_end = 0
@@ -74,44 +73,60 @@ class PrefixIndex:
 
     # Changes.
 
-    def apply(self, worker_id: WorkerId, events: KvEvents) -> None:
-        """Apply a batch of events of the worker. A snapshot replaces everything, expectations included."""
+    def apply(self, worker_id: WorkerId, events: KvEvents, *, window_blocks: int = 0) -> None:
+        """Apply a batch of events of the worker. A snapshot replaces everything, expectations included.
+
+        `window_blocks`: blocks whose window pages it takes to go on behind them; 0: the worker has no such pages.
+        """
         if events.is_snapshot:
             self.drop(worker_id)
-        slot = self._slot(worker_id)
+        slot = self._slots.of(worker_id, window_blocks)
         removed, stored = events.removed.keys, events.stored.keys
         if removed:
-            self._expectations.settle(slot, removed)
+            self._settle(slot, removed)
             self._remove(slot, _unique(removed))
             self.evicted.add(key for key in removed if key not in self._values)
         if stored:
-            self._expectations.settle(slot, stored)
+            self._settle(slot, stored)
+            pages = self._slots.bits(slot) ^ slot_bit(slot)
             for keys in self._chunks(stored):
-                self._put(slot, keys, list(map(self._values.get, keys, repeat(0))))
+                self._put(slot, keys, list(map(self._values.get, keys, repeat(0))), clear=pages)
+        if slot in self._slots.window_of:
+            self._set_pages(slot, events.paged.keys)
+            self._remove(slot + 1, _unique(events.unpaged.keys))
+            self._expectations.settle(slot + 1, events.paged.keys + events.unpaged.keys)
         self._scrub()
 
     def expect(self, worker_id: WorkerId, hashes: BlockHashes, *, expires_s: float) -> None:
         """Count blocks as held that a plan just sent to the worker, until an event confirms them or time passes.
 
-        `expires_s` must not decrease from call to call.
+        Of window pages only those at their end will be there, and of blocks that are held events tell. `expires_s` must
+        not decrease from call to call.
         """
-        slot = self._slot(worker_id)
+        slot = self._slots.of(worker_id)
         unconfirmed: list[int] = []
         for keys in self._chunks(hashes.keys):
             olds = list(map(self._values.get, keys, repeat(0)))
             unconfirmed += self._unconfirmed(slot, keys, olds)
             self._put(slot, keys, olds)
         self._expectations.add(slot, unconfirmed, expires_s=expires_s)
+        if window_blocks := self._slots.window_of.get(slot, 0):
+            awaited = set(unconfirmed)
+            keys = [key for key in hashes.keys[-window_blocks:] if key in awaited]
+            unconfirmed = self._unconfirmed(slot + 1, keys, list(map(self._values.get, keys, repeat(0))))
+            self._set_pages(slot, keys)
+            self._expectations.add(slot + 1, unconfirmed, expires_s=expires_s)
 
     def retract(self, worker_id: WorkerId, hashes: BlockHashes) -> None:
         """Forget those of the blocks that were expected of the worker and that no event has confirmed."""
-        slot = self._slots.get(worker_id)
+        slot = self._slots.by_worker.get(worker_id)
         if slot is None:
             return
-        expected = self._expectations.of(slot)
-        keys = [key for key in _unique(hashes.keys) if key in expected]
-        self._expectations.settle(slot, keys)
-        self._remove(slot, keys)
+        for each in self._slots.each(slot):
+            expected = self._expectations.of(each)
+            keys = [key for key in _unique(hashes.keys) if key in expected]
+            self._settle(each, keys)
+            self._remove(each, keys)
 
     def expire(self, now_s: float) -> int:
         """Forget expectations whose time has passed and return how many they were."""
@@ -124,52 +139,49 @@ class PrefixIndex:
 
     def drop(self, worker_id: WorkerId) -> None:
         """Forget everything that the worker holds. Harmless for an unknown worker."""
-        slot = self._slots.pop(worker_id, None)
+        slot = self._slots.give_back(worker_id)
         if slot is None:
             return
-        self._own(slot, None)
-        self._live &= ~slot_bit(slot)
         self._retired.add(slot)
-        self._expectations.drop(slot)
+        for each in self._slots.each(slot):
+            self._expectations.drop(each)
         self._scrub()
 
     # Lookups.
 
-    def match(self, hashes: BlockHashes) -> PrefixMatches:
+    def match(self, hashes: BlockHashes, *, num_usable: int | None = None) -> PrefixMatches:
         """Return, for each worker that holds the first block, how many leading blocks it holds.
 
-        Reads a few dozen of the keys. When a worker's blocks have holes, its number may be too high, never too low:
-        confirm a choice with `PrefixMatches.verify`.
+        With `num_usable`, the most blocks that the request can use, workers that have window pages count as far as they
+        could begin behind these blocks.
+
+        Reads a few dozen of the keys, and for windows those of the end. When a worker's blocks have holes, its number
+        may be too high, never too low: confirm a choice with `PrefixMatches.verify`.
         """
         keys = hashes.keys
-        groups: list[tuple[int, int]] = []
-        get = self._values.get
-        alive = get(keys[0], 0) & self._live if keys else 0
-        if not alive:
-            return PrefixMatches(groups, self._owners, self._view(keys))
-        last = len(keys) - 1
-        hold_all = alive & get(keys[last], 0)
-        # Each worker of an entry holds block `low` but not block `high`. Workers with fewer blocks come first.
-        ranges = [(alive ^ hold_all, 0, last)] if hold_all != alive else []
-        while ranges:
-            workers, low, high = ranges.pop()
-            while high - low > 1:
-                middle = (low + high) >> 1
-                holders = workers & get(keys[middle], 0)
-                if holders == workers:
-                    low = middle
-                else:
-                    if holders:
-                        ranges.append((holders, middle, high))
-                        workers ^= holders
-                    high = middle
-            groups.append((high, workers >> STAMP_BITS))
-        if hold_all:
-            groups.append((len(keys), hold_all >> STAMP_BITS))
-        return PrefixMatches(groups, self._owners, self._view(keys))
+        groups = held_groups(keys, self._values, self._slots.holders)
+        view = IndexView(
+            keys=keys,
+            values=self._values,
+            slots=self._slots.by_worker,
+            expectations=self._expectations,
+            num_usable=len(keys) if num_usable is None else num_usable,
+            window_of={} if num_usable is None else self._slots.window_of,
+            longest_held=groups[-1][0] if groups else 0,
+        )
+        if num_usable is not None and self._slots.with_window:
+            groups = self._usable(groups, view)
+        return PrefixMatches(groups, self._slots.owners, view)
 
-    def _view(self, keys: list[int]) -> IndexView:
-        return IndexView(keys=keys, values=self._values, slots=self._slots, expectations=self._expectations)
+    def _usable(self, groups: list[Group], view: IndexView) -> list[Group]:
+        """Return what workers can use of the blocks that they hold."""
+        usable: list[Group] = []
+        for window_blocks, bits in self._slots.with_window.items():
+            mask = bits >> STAMP_BITS
+            held = merged((min(end, view.num_usable), workers & mask) for end, workers in groups if workers & mask)
+            usable += usable_groups(held, view.paged, window_blocks=window_blocks)
+            groups = [(end, workers & ~mask) for end, workers in groups if workers & ~mask]
+        return merged([*groups, *usable])
 
     # Inside.
 
@@ -190,12 +202,16 @@ class PrefixIndex:
             return []
         return [key for key, old in zip(keys, olds, strict=True) if old in without or key in expected]
 
-    def _put(self, slot: int, keys: list[int], olds: list[int]) -> None:
-        """Add at most a chunk of keys, whose values were `olds`, to a worker and mark them as just used."""
+    def _put(self, slot: int, keys: list[int], olds: list[int], *, clear: int = 0) -> None:
+        """Add at most a chunk of keys, whose values were `olds`, to a worker and mark them as just used.
+
+        `clear`: bits that go.
+        """
         bit, stamp, share = slot_bit(slot), self._ages.stamp, self._shared.setdefault
+        keep = self._slots.live & ~clear  # a key that is used again loses the bits of retired slots
         becomes: dict[int, int] = {}
         for old in set(olds):
-            new = old & self._live | bit | stamp  # a key that is used again loses the bits of retired slots
+            new = old & keep | bit | stamp
             becomes[old] = share(new, new)
         if len(becomes) == 1:
             news = dict.fromkeys(keys, becomes[olds[0]])
@@ -210,7 +226,18 @@ class PrefixIndex:
 
     def _remove(self, slot: int, keys: list[int]) -> None:
         """Remove distinct keys from a worker."""
-        self._clear_bits(keys, keep=self._live & ~slot_bit(slot))
+        self._clear_bits(keys, keep=self._slots.live & ~self._slots.bits(slot))
+
+    def _set_pages(self, slot: int, keys: list[int]) -> None:
+        """Note the window pages of those of the keys that a worker holds."""
+        bit, page, share = slot_bit(slot), slot_bit(slot + 1), self._shared.setdefault
+        olds = list(map(self._values.get, keys, repeat(0)))
+        becomes = {old: share(old | page, old | page) for old in set(olds) if old & bit}
+        self._values.update((key, becomes[old]) for key, old in zip(keys, olds, strict=True) if old in becomes)
+
+    def _settle(self, slot: int, keys: list[int]) -> None:
+        for each in self._slots.each(slot):
+            self._expectations.settle(each, keys)
 
     def _clear_bits(self, keys: list[int], *, keep: int) -> None:
         """Clear all worker bits but `keep` from the values of distinct keys; keys without any bit left go."""
@@ -239,22 +266,6 @@ class PrefixIndex:
         self._ages.begin_chunk(num_keys=len(self._values))
         self._shared.clear()
 
-    # Slots.
-
-    def _slot(self, worker_id: WorkerId) -> int:
-        slot = self._slots.get(worker_id)
-        if slot is None:
-            slot = self._free_slots.pop() if self._free_slots else len(self._owners)
-            self._slots[worker_id] = slot
-            self._own(slot, worker_id)
-            self._live |= slot_bit(slot)
-        return slot
-
-    def _own(self, slot: int, worker_id: WorkerId | None) -> None:
-        owners = [*self._owners, *[None] * (slot + 1 - len(self._owners))]
-        owners[slot] = worker_id
-        self._owners = owners
-
     def _scrub(self) -> None:
         """Clear retired bits from one slice of the keys."""
         # Slots retired during a pass wait for the next one, because the pass may be past their keys. Keys that are used
@@ -268,11 +279,12 @@ class PrefixIndex:
         num_seen = 0
         while self._scrub_next < self._scrub_end and num_seen < self._chunk_keys:
             keys = self._ages.fresh(self._scrub_next)
-            self._clear_bits(keys, keep=self._live)
+            self._clear_bits(keys, keep=self._slots.live)
             self._scrub_next += 1
             num_seen += len(keys) + 1
         if self._scrub_next >= self._scrub_end:
-            self._free_slots.extend(self._scrub_slots)
+            for slot in self._scrub_slots:
+                self._slots.free(slot)
             self._scrub_slots = set()
 
 

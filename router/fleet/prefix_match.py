@@ -1,6 +1,6 @@
 """Result of a lookup in the prefix index: groups of workers that hold equally much of a prompt."""
 
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Container, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from itertools import repeat
 from typing import cast
@@ -9,14 +9,7 @@ import numpy as np
 
 from common.ids import WorkerId
 from router.fleet.expectations import Expectations
-
-STAMP_BITS = 36
-"""Low bits of the index's values; a bit for each slot follows."""
-
-
-def slot_bit(slot: int) -> int:
-    """Return the bit of a slot in the index's values."""
-    return 1 << (slot + STAMP_BITS)
+from router.fleet.prefix_groups import STAMP_BITS, slot_bit, usable_groups
 
 
 def first_positions(values: Mapping[int, int], keys: Sequence[int]) -> dict[int, int]:
@@ -38,10 +31,32 @@ class IndexView:
     values: Mapping[int, int]
     slots: Mapping[WorkerId, int]
     expectations: Expectations
+    num_usable: int
+    """Most leading blocks that the request can use."""
+    window_of: Mapping[int, int]
+    """Windows in blocks, by the slots of the workers that count only as far as they can begin."""
+    longest_held: int
+    """Leading blocks that the best worker holds, of use or not."""
+
+    def paged(self, i: int) -> int:
+        """Return a mask of the slots whose owners have a window page of block i."""
+        return self.values.get(self.keys[i], 0) >> (STAMP_BITS + 1)
+
+    def count_usable(self, slot: int, num_held: int, *, unsure: Container[int] = ()) -> int:
+        """Return behind how many of its blocks a worker can begin, without the window pages of the `unsure` keys."""
+        if slot not in self.window_of:
+            return num_held
+
+        def paged(i: int) -> int:
+            return 0 if self.keys[i] in unsure else self.paged(i)
+
+        held = [(min(num_held, self.num_usable), 1 << slot)]
+        usable = usable_groups(held, paged, window_blocks=self.window_of[slot])
+        return usable[-1][0] if usable else 0
 
 
 class PrefixMatches(Mapping[WorkerId, int]):
-    """How many leading blocks each worker holds; a worker that holds none is absent.
+    """How many leading blocks each worker holds, and can use; a worker without any is absent.
 
     Hundreds of workers often form two or three groups, so a worker's number is looked up in `groups`; the mapping is
     built only for a policy that goes through all of it. Valid for one decision; event loop only.
@@ -61,8 +76,13 @@ class PrefixMatches(Mapping[WorkerId, int]):
 
     @property
     def longest(self) -> int:
-        """Leading blocks that the best worker holds; 0 without any."""
+        """Number of the best worker; 0 without any."""
         return self.groups[-1][0] if self.groups else 0
+
+    @property
+    def longest_held(self) -> int:
+        """Leading blocks that some worker holds, of use or not."""
+        return self._view.longest_held
 
     def verify(self, worker_id: WorkerId) -> bool:
         """Make the number of one worker exact and return whether it was. The groups do not change."""
@@ -85,22 +105,36 @@ class PrefixMatches(Mapping[WorkerId, int]):
                 workers ^= lowest
 
     def count_present(self, worker_id: WorkerId) -> int:
-        """Return exactly how many leading blocks events have confirmed; others are only expected."""
-        num_blocks = min(self.get(worker_id), self._count_exactly(worker_id))
-        expected = self._view.expectations.of(self._view.slots.get(worker_id, -1))
-        if not expected or not num_blocks:
-            return num_blocks
-        leading = self._view.keys[:num_blocks]
-        return next((position for position, key in enumerate(leading) if key in expected), num_blocks)
+        """Return exactly how many leading blocks the worker can use by what events have confirmed; others are only
+        expected.
+        """
+        num_blocks, slot = self.get(worker_id), self._view.slots.get(worker_id)
+        if slot is None or not num_blocks:
+            return 0
+        num_held = self._count_confirmed(slot)
+        return min(num_blocks, self._view.count_usable(slot, num_held, unsure=self._view.expectations.of(slot + 1)))
+
+    def count_held(self, worker_id: WorkerId) -> int:
+        """Return exactly how many leading blocks the worker holds, of use or not, as events have confirmed."""
+        slot = self._view.slots.get(worker_id)
+        return 0 if slot is None else self._count_confirmed(slot)
+
+    def _count_confirmed(self, slot: int) -> int:
+        num_held, expected = self._count_without_gap(slot), self._view.expectations.of(slot)
+        if not expected:
+            return num_held
+        leading = self._view.keys[:num_held]
+        return next((position for position, key in enumerate(leading) if key in expected), num_held)
 
     def _count_exactly(self, worker_id: WorkerId) -> int:
-        """Count without holes. One walk over the keys serves all workers, because their values are few."""
-        view = self._view
-        if worker_id not in view.slots:
-            return 0
+        slot = self._view.slots.get(worker_id)
+        return 0 if slot is None else self._view.count_usable(slot, self._count_without_gap(slot))
+
+    def _count_without_gap(self, slot: int) -> int:
+        """Return how many leading blocks a worker holds. One walk serves all workers, because their values are few."""
         if self._firsts is None:
-            self._firsts = first_positions(view.values, view.keys[: self.longest])
-        return count_before_gap(self._firsts, slot_bit(view.slots[worker_id]), self.longest)
+            self._firsts = first_positions(self._view.values, self._view.keys[: self.longest_held])
+        return count_before_gap(self._firsts, slot_bit(slot), self.longest_held)
 
     def __getitem__(self, worker_id: WorkerId) -> int:
         num_blocks = self.get(worker_id)

@@ -121,7 +121,8 @@ class EventWatch:
         worker_id = member.endpoint.worker_id
         # A cached prompt of exactly k blocks finds k - 1 and stores nothing new.
         num_findable = min(decision.num_hashed_blocks, num_usable_blocks(decision.num_tokens, block_size))
-        if num_findable <= found // block_size or member.stored_s >= decision.decided_s:
+        num_known = max(found // block_size, decision.num_held_blocks)  # those without their window are not found
+        if num_findable <= num_known or member.stored_s >= decision.decided_s:
             return
         unreported = self._unreported.get(worker_id)
         if unreported is None or unreported.epoch != member.facts.epoch or unreported.since_s <= member.stored_s:

@@ -11,7 +11,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from common.ids import BlockId
+from common.block_hash import BlockHashes
+from common.ids import BlockId, WorkerId
+from common.kv_events import decode_events, encode_events
 from engine.events import Embedded, Tokens
 from engine.fake_model import token_kv
 from engine.fake_pages import FakeWindow, fake_state
@@ -19,6 +21,7 @@ from engine.kv_store import has_windows
 from engine.request import EngineRequest
 from engine.sequence import SequenceState
 from engine.window_ids import WindowIds
+from router.fleet.index import PrefixIndex
 from tests.builders import BLOCK_SIZE, assert_empty, expected_embedding
 from tests.engine.core_calls import CoreCalls
 from tests.engine.core_work import Work
@@ -174,6 +177,23 @@ class WindowMachine(CoreMachine):
     """A core whose model has a layer with a window of two blocks or so."""
 
     window = FakeWindow(num_tokens=5, num_pages=24)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(chunk_keys=4)
+
+    @invariant()
+    def routers_know_how_much_of_each_text_can_be_reused(self) -> None:
+        worker, pool, shape = WorkerId("w"), self.core.pool, self.core.executor.kv.shape
+        self.index.apply(worker, decode_events(encode_events(pool.drain_events())), window_blocks=shape.window_blocks)
+        fresh = PrefixIndex()
+        fresh.apply(worker, decode_events(encode_events(pool.snapshot())), window_blocks=shape.window_blocks)
+        for sequence in (s for work in self.works for s in work.group.sequences):
+            num_reusable, hashes = sequence.num_reusable_blocks, BlockHashes.of(sequence.block_hashes)
+            for index in (self.index, fresh):
+                matches = index.match(hashes, num_usable=num_reusable)
+                assert matches.verify(worker)
+                assert matches.get(worker) == matches.count_present(worker) == pool.num_usable(hashes, num_reusable)
 
     @invariant()
     def window_pages_are_needed_by_sequences_landings_and_pins_only(self) -> None:

@@ -8,7 +8,7 @@ from common.block_hash import BlockHashes
 from common.errors import ClientGone, InvalidRequest, KvrelayError, Overloaded
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import BlockHash
-from common.kv_events import KvEvents
+from common.kv_events import KvEvents, decode_events, encode_events
 from common.sampling import SamplingParams
 from common.wire import unpack_tokens
 from common.wire_names import FinishReason
@@ -104,6 +104,22 @@ async def test_watcher_merges_changes_to_the_last_one_of_each_hash() -> None:
         assert await watcher.next_changes() == KvEvents()
 
 
+async def test_watcher_merges_changes_of_window_pages_since_a_block_was_stored() -> None:
+    hub, a, b = KvEventHub(), BlockHashes.of((A,)), BlockHashes.of((B,))
+    with hub.watch() as watcher:
+        hub.publish(KvEvents(stored=a, paged=a))
+        hub.publish(KvEvents(stored=b, unpaged=a))
+        assert await watcher.next_changes() == KvEvents(stored=a + b, unpaged=a)
+        hub.publish(KvEvents(paged=a + b))
+        hub.publish(KvEvents(removed=a, stored=b))
+        merged = await watcher.next_changes()
+        assert merged == KvEvents(removed=a, stored=b)
+        assert decode_events(encode_events(merged)) == merged
+        hub.publish(KvEvents(paged=a, unpaged=b))
+        merged = await watcher.next_changes()
+        assert merged == decode_events(encode_events(merged)) == KvEvents(paged=a, unpaged=b)
+
+
 async def test_subscription_of_a_slow_watcher_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.kv_event_hub.MAX_PENDING_CHANGES", 1)
     hub = KvEventHub()
@@ -114,3 +130,6 @@ async def test_subscription_of_a_slow_watcher_ends(monkeypatch: pytest.MonkeyPat
         hub.publish(KvEvents(stored=BlockHashes.of((A,))))
         with pytest.raises(Overloaded):
             await slow.next_changes()
+        hub.publish(KvEvents(paged=BlockHashes.of((A, B))))
+        with pytest.raises(Overloaded):
+            await fast.next_changes()

@@ -36,6 +36,9 @@ def _batch(source: Source) -> bytes:
         )
     if way == 4:
         del batch[source.choose(("v", "snap", "add", "del"))]
+    for name in ("page", "unpage"):
+        if source.below(2):
+            batch[name] = source.choose(_HASHES)
     raw = bytes(msgpack.packb(batch))
     return raw[: source.below(len(raw))] if way == 3 else raw
 
@@ -47,6 +50,7 @@ _HINTS: Hints = {
     "block_size": (4, 0, 8),
     "fingerprint": ("fake-v1-4", "other"),
     "seq": (0, 1, 2, 3),
+    "window_blocks": (0, 1, 3, 2**32 - 1),
     "num_samples": (0, 1, 100, 2**63),
     "max_step_tokens": (0, 1, 32),
     "prefill_backlog_s": (0.0, 1.0),

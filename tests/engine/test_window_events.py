@@ -1,0 +1,47 @@
+"""KV events of models with window pages, or states: what they say is enough to know how much can be reused."""
+
+import pytest
+
+from common.ids import WorkerId
+from common.kv_events import KvEvents
+from engine.fake_pages import FakeWindow
+from router.fleet.index import PrefixIndex
+from tests.builders import BLOCK_SIZE, make_core, make_request, served, submit
+from tests.engine.overlap import step
+
+WORKER = WorkerId("w")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9])
+@pytest.mark.parametrize("window", [8, 10, 1])
+def test_routers_hear_which_prefixes_have_lost_their_windows(window: int, max_tokens: int) -> None:
+    pages = FakeWindow(num_tokens=window, num_pages=14, is_state=window == 1)
+    core, index = make_core(num_blocks=200, max_step_tokens=6, max_steps_in_flight=1, window=pages), PrefixIndex()
+    window_blocks = core.executor.kv.shape.window_blocks
+    assert window_blocks == {8: 2, 10: 3, 1: 1}[window]
+    texts = [[32 + seed] * (BLOCK_SIZE * 5 + seed % 3) for seed in range(20)]
+    lost: set[bool] = set()
+    for text in texts:
+        submit(core, make_request(text, max_tokens=max_tokens, ignore_eos=True))
+        while core.has_work:
+            step(core)
+            index.apply(WORKER, core.report().kv_events, window_blocks=window_blocks)
+        fresh = PrefixIndex()
+        fresh.apply(WORKER, core.snapshot(), window_blocks=window_blocks)
+        for known in texts:
+            hashes = make_request(known).block_hashes
+            usable = core.pool.num_usable(hashes, len(hashes))
+            assert index.match(hashes, num_usable=len(hashes)).longest == usable
+            assert fresh.match(hashes, num_usable=len(hashes)).longest == usable
+            assert index.match(hashes).longest == core.pool.num_matching(hashes, len(hashes))
+            if index.match(hashes):
+                lost.add(usable < len(hashes))
+    assert lost == {False, True}
+
+
+def test_models_without_window_pages_say_nothing_of_them() -> None:
+    core = make_core()
+    served(core, make_request(range(20)))
+    for events in (core.snapshot(), core.report().kv_events):
+        assert events == KvEvents(stored=events.stored, is_snapshot=events.is_snapshot)
+        assert len(events.stored) >= 5
