@@ -93,8 +93,9 @@ lock: $(VENV)/.dev ## Resolve pyproject.toml into the lock files again
 	@.ci/lock
 
 .PHONY: tables
-tables: $(VENV)/.dev ## Write the tables of configuration keys in docs/ again
+tables: $(VENV)/.dev ## Write the tables of configuration keys and models in docs/ again
 	@$(BIN)/python -m common.config.tables docs/serving.md docs/changes.md docs/engines.md
+	@$(BIN)/python -m engine.model.tables docs/serving.md
 
 .PHONY: docs
 docs: ## Build the documents as a site in dist/site, every link checked

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -14,12 +13,11 @@ import torch
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
-from common.random_models import CONFIGS
 from engine.device.memory import NoRoomForPages
 from engine.device.shared_memory import allocate_region, map_peer_region
 from engine.kv_store import NONCE_BYTES
-from engine.pages.kv_cache import TorchKvStore, kv_shape, num_blocks_for_budget, windowed_layers
-from engine.weights.config import parse_config
+from engine.model.tables import write_tables
+from engine.pages.kv_cache import TorchKvStore, num_blocks_for_budget
 from tests.engine.cuda_kv.support import make_shape
 
 CPU = torch.device("cpu")
@@ -57,16 +55,10 @@ def test_clear_blocks_when_page_holds_nan_zeroes_that_page_only(parts_per_layer:
     assert bytes(store.read_blocks(ids(0, 1, 2, 4))) == before
 
 
-def test_documents_give_the_bytes_of_a_token_that_pages_have() -> None:
+def test_documents_have_the_tables_of_models_that_the_code_gives() -> None:
     serving = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `random:(\S+)` \|.*\| ([\d,]+) \| ([\d,]+) \|$", serving, re.MULTILINE)
-    assert len(rows) == 5
-    for name, *stated in rows:
-        config = parse_config(CONFIGS[name])
-        windowed = windowed_layers(config, config.max_position_embeddings)
-        shape = kv_shape(config, block_size=16, dtype=torch.bfloat16, fingerprint="test", windowed=windowed)
-        found = shape.bytes_per_token, shape.block_bytes // shape.block_size
-        assert [f"{num_bytes:,}" for num_bytes in found] == stated, name
+    assert serving.count("<!-- models: ") == 2
+    assert write_tables(serving) == serving, "make tables"
 
 
 def test_num_blocks_for_budget_when_budget_is_between_pages_rounds_down() -> None:
