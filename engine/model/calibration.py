@@ -38,7 +38,8 @@ def round_for_windows(
     def round_all(x: Tensor) -> Tensor:
         return round_inputs(x, input_span(x.shape[1] if group_size == -1 else group_size, x.shape[1]))
 
-    exact, rounded = (_Pass(weights, windows, step, prepare) for prepare in (_as_they_are, round_all))
+    scale = config.residual_scale
+    exact, rounded = (_Pass(weights, windows, step, prepare, scale) for prepare in (_as_they_are, round_all))
     for layer_idx, layer in enumerate(weights.layers):
         for place, projection in zip(layer.places(), layer_projections(config, layer_idx), strict=True):
             linear = plain(place.get())
@@ -63,11 +64,13 @@ class _Pass:
         windows: Sequence[Sequence[int]],
         step: StepOps,
         prepare: Callable[[Tensor], Tensor],
+        residual_scale: float,
     ) -> None:
         """Start before the first layer. `prepare` makes of a projection's inputs what it multiplies with."""
         self._weights = weights
         self._step = step
         self._prepare = prepare
+        self._scale = residual_scale
         self._residuals = [weights.embed(torch.tensor(window)) for window in windows]
         self.inputs = self._prepared(step.rms_norm(each, weights.layers[0].input_norm) for each in self._residuals)
         """Inputs of the projection, [num_tokens, in_features] of each window."""
@@ -84,7 +87,7 @@ class _Pass:
         if field not in _NORM_AFTER or self._weights.layers[0].attention_output_norm is not None:
             return wanted
         residuals = zip(exact._residuals, self._residuals, strict=True)  # noqa: SLF001 - of the same class
-        return [y + (there - here) for y, (there, here) in zip(wanted, residuals, strict=True)]
+        return [y + (there - here) / self._scale for y, (there, here) in zip(wanted, residuals, strict=True)]
 
     def advance(self, layer_idx: int, field: str, results: list[Tensor]) -> None:
         """Go on behind a projection, given its results, to the inputs of the next one. May mutate the results."""
@@ -96,7 +99,8 @@ class _Pass:
                 outputs = (self._step.gate_mul(y) for y in results)
             case _:
                 own = layer.attention_output_norm if field == "output" else layer.mlp_output_norm
-                added = results if own is None else [self._step.rms_norm(y, own) for y in results]
+                normed = results if own is None else [self._step.rms_norm(y, own) for y in results]
+                added = normed if self._scale == 1 else [y * self._scale for y in normed]
                 norm = layer.post_attention_norm if field == "output" else self._norm_behind(layer_idx)
                 both = zip(added, self._residuals, strict=True)
                 outputs = (self._step.add_rms_norm(y, residual, norm) for y, residual in both)

@@ -31,7 +31,7 @@ class Decoder:
 
         Writes the tokens' keys and values to the pages that `ops` was planned for.
         """
-        layers = self._weights.layers
+        layers, scale = self._weights.layers, self.config.residual_scale
         residual = self._weights.embed(token_ids)
         rms_norm, add_rms_norm, gate_mul = self._operations(ops)
         normed = rms_norm(residual, layers[0].input_norm)
@@ -39,10 +39,14 @@ class Decoder:
             attended = layer.output(_attend(layer_idx, layer, normed, ops))
             if layer.attention_output_norm is not None:
                 attended = ops.rms_norm(attended, layer.attention_output_norm)
+            if scale != 1:
+                attended = attended * scale
             normed = add_rms_norm(attended, residual, layer.post_attention_norm)
             reduced = layer.mlp(normed, gate_mul)
             if layer.mlp_output_norm is not None:
                 reduced = ops.rms_norm(reduced, layer.mlp_output_norm)
+            if scale != 1:
+                reduced = reduced * scale
             if layer_idx + 1 < len(layers):
                 normed = add_rms_norm(reduced, residual, layers[layer_idx + 1].input_norm)
         return ops.add_rms_norm(reduced, residual, self._weights.final_norm)
@@ -60,7 +64,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [num_rows, vocab_size] for rows of `forward`'s result."""
-        return self._weights.head(hidden).float()
+        logits, divisor = self._weights.head(hidden).float(), self.config.logits_divisor
+        return logits if divisor == 1 else logits / divisor
 
 
 def _attend(layer_idx: int, layer: LayerWeights, normed: Any, ops: StepOps) -> Tensor:

@@ -65,7 +65,6 @@ TESTED_ARCHITECTURES = frozenset(
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
         "GlmForCausalLM",
-        "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "GraniteMoeSharedForCausalLM",

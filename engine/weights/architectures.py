@@ -116,6 +116,9 @@ class Architecture:
     default_query_scalar: int | None = None
     """Default of `query_pre_attn_scalar`, whose root divides scores; None: that of head_dim does."""
     has_scaled_embeddings: bool = False
+    """Whether embeddings are multiplied by sqrt(hidden_size)."""
+    has_multipliers: bool = False
+    """Whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold."""
     has_offset_norms: bool = False
     has_output_norms: bool = False
     experts: ExpertKeys | None = None
@@ -177,6 +180,7 @@ ARCHITECTURES = {
             has_weighted_inputs=True,
         ),
     ),
+    "GraniteForCausalLM": Architecture(has_qkv_bias=None, reads_mlp_bias=True, has_multipliers=True),
     "MistralForCausalLM": Architecture(has_qkv_bias=False, has_window=True, default_num_kv_heads=8),
     "Gemma3ForCausalLM": Architecture(
         has_qkv_bias=None,

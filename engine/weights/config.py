@@ -74,8 +74,11 @@ class DecoderConfig:
     """Factor of scores; None: 1 / sqrt(head_dim)."""
     activation: Activation = Activation.SILU
     """Function of an MLP's gate."""
-    has_scaled_embeddings: bool = False
-    """Whether embeddings are multiplied by sqrt(hidden_size), rounded to the weights' dtype."""
+    embedding_scale: float = 1.0
+    """Factor of embeddings, rounded to the weights' dtype."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
+    logits_divisor: float = 1.0
     has_offset_norms: bool = False
     """Whether a checkpoint has norms' weights less one. Such a norm is rounded behind its weight, others before it."""
     has_output_norms: bool = False
@@ -187,6 +190,10 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     follows_config = architecture.has_qkv_bias is None
     experts = None if architecture.experts is None else parse_experts(raw, architecture.experts)
     default_size = None if experts is None or experts.dense_layers else experts.intermediate_size
+
+    def multiplier(key: str) -> float:
+        return _factor(raw, key) if architecture.has_multipliers else 1.0
+
     return DecoderConfig(
         vocab_size=positive(raw, "vocab_size", at_most=MAX_SIZE),
         hidden_size=hidden_size,
@@ -214,7 +221,9 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         has_interleaved_pairs=architecture.has_interleaved_pairs,
         attention_scale=_attention_scale(raw, architecture, latent, rope),
         activation=architecture.activation,
-        has_scaled_embeddings=architecture.has_scaled_embeddings,
+        embedding_scale=hidden_size**0.5 if architecture.has_scaled_embeddings else multiplier("embedding_multiplier"),
+        residual_scale=multiplier("residual_multiplier"),
+        logits_divisor=multiplier("logits_scaling"),
         has_offset_norms=architecture.has_offset_norms,
         has_output_norms=architecture.has_output_norms,
         rotary_dim=rotary_dim(raw, architecture, head_dim),
@@ -238,6 +247,13 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
     raise UnsupportedModel(f"architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 
+def _factor(raw: Mapping[str, Any], key: str) -> float:
+    factor = raw.get(key, 1.0)
+    if not isinstance(factor, int | float) or factor <= 0:
+        raise UnsupportedModel(f"config.json: {key} is {factor!r}, not a positive number")
+    return float(factor)
+
+
 def _attention_scale(
     raw: Mapping[str, Any], architecture: Architecture, latent: LatentConfig | None, rope: RopeConfig
 ) -> float | None:
@@ -246,6 +262,8 @@ def _attention_scale(
         is_stretched = rope.rope_type is not RopeType.DEFAULT and rope.mscale_all_dim
         factor = rope.sharpness(rope.mscale_all_dim) ** 2 if is_stretched else 1.0
         return float(latent.query_dim**-0.5 * factor)
+    if architecture.has_multipliers:
+        return _factor(raw, "attention_multiplier")
     if architecture.default_query_scalar is None:
         return None
     return float(positive(raw, "query_pre_attn_scalar", default=architecture.default_query_scalar) ** -0.5)

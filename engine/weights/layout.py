@@ -244,8 +244,8 @@ def allocate_weights(
         return GatedMlp(gate_up=linear(next(projections)), down=linear(next(projections)))
 
     embedding_scale = None
-    if config.has_scaled_embeddings:
-        embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device)
+    if config.embedding_scale != 1:
+        embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)
     embedding = empty(config.vocab_size, config.hidden_size)
     head = embedding
     if not config.has_tied_embeddings:

@@ -24,7 +24,15 @@ NUM_CHUNKED_TOKENS = 6
 # Around the block size of 4: below, at and above a boundary; and the one-token prompt.
 PROMPT_LENS = (1, 3, 4, 5, 23, 40)
 CHUNKED = [make_prompt(num, seed=num) for num in (33, 12, 32)]
-DEVICE_MODELS = ("gemma3", "llama", "llama-attention-bias", "mistral-window", "qwen2-tied", "qwen3-layer-types")
+DEVICE_MODELS = (
+    "gemma3",
+    "granite",
+    "llama",
+    "llama-attention-bias",
+    "mistral-window",
+    "qwen2-tied",
+    "qwen3-layer-types",
+)
 
 
 @pytest.fixture(name="load_it", params=[load, load_device], ids=["runner", "device"])

@@ -84,6 +84,12 @@ _LATENT: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
 _LATENT_YARN = {**_YARN, "mscale": 0.8, "mscale_all_dim": 0.6}
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", _LATENT),
@@ -163,6 +169,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {**_GEMMA3, "sliding_window": 2, "num_hidden_layers": 3, "sliding_window_pattern": 3, "rope_parameters": None},
     ),
+    "granite": ("granite", {**_GRANITE, "attention_bias": True, "mlp_bias": True}),
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-multi-head": ("llama", {"num_key_value_heads": 6}),
@@ -205,12 +212,6 @@ _SHARED_EXPERTS = {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
-}
-_GRANITE = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 2.0,
 }
 _WINDOWS: dict[str, Any] = {
     "sliding_window": 7,
@@ -270,7 +271,6 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {**_SHARED_EXPERTS, "hidden_size": 64, "head_dim": 16, "use_qk_norm": True}),
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.6, "use_parallel_residual": False}),
-    "granite": ("granite", _GRANITE),
     "granitemoe": ("granitemoe", {**_GRANITE, **_EXPERTS}),
     "granitemoehybrid": (
         "granitemoehybrid",

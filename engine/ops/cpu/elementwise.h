@@ -36,6 +36,12 @@ inline void scale_row(T* row, float factor, int64_t size) {
 }
 
 template <typename T>
+void scale_rows(T* x, float factor, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows >= kMinParallelRows)
+    for (int64_t row = 0; row < rows; row++) scale_row(x + row * size, factor, size);
+}
+
+template <typename T>
 void rms_norm(const T* x, const float* weight, T* to, int64_t rows, int64_t size, float eps) {
 #pragma omp parallel for schedule(static) if (rows >= kMinParallelRows)
     for (int64_t row = 0; row < rows; row++) norm_row(x + row * size, weight, to + row * size, size, eps);

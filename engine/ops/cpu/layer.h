@@ -12,6 +12,7 @@ struct LayerWeights {
     const float* post_attention_norm;
     const float* next_norm;  // of the layer behind this one, or the final norm
     const float *attention_output_norm, *mlp_output_norm;  // or null
+    float residual_scale;                                  // of what is added to the residual stream
 };
 
 // Rows are tokens.
@@ -36,10 +37,11 @@ void run_layer(const Step& step, const Layer<T>* pages, const LayerWeights<T>& w
         attend(step, *pages, to.qkv, to.attended);
     }
     weights.output(to.attended, to.projected, rows);
-    auto norm_output = [&](const float* norm) {
+    auto norm_and_scale_output = [&](const float* norm) {
         if (norm) rms_norm(to.projected, norm, to.projected, rows, hidden_size, step.norm_eps);
+        if (weights.residual_scale != 1) scale_rows(to.projected, weights.residual_scale, rows, hidden_size);
     };
-    norm_output(weights.attention_output_norm);
+    norm_and_scale_output(weights.attention_output_norm);
     add_rms_norm(
         to.projected, to.residual, weights.post_attention_norm, to.normed, rows, hidden_size, step.norm_eps);
     if (weights.experts) {
@@ -49,7 +51,7 @@ void run_layer(const Step& step, const Layer<T>* pages, const LayerWeights<T>& w
         gate_mul(step.activation, to.gate_up, to.expanded, rows, weights.down.depth);
         weights.down(to.expanded, to.projected, rows);
     }
-    norm_output(weights.mlp_output_norm);
+    norm_and_scale_output(weights.mlp_output_norm);
     add_rms_norm(to.projected, to.residual, weights.next_norm, to.normed, rows, hidden_size, step.norm_eps);
 }
 

@@ -133,6 +133,7 @@ class PackedLayer(ctypes.Structure):
             (name, c_void_p)
             for name in ("post_attention_norm", "next_norm", "attention_output_norm", "mlp_output_norm")
         ),
+        ("residual_scale", c_float),
     ]
 
 

@@ -216,7 +216,8 @@ class CpuDecoder:
         self.kernels = kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         self._layers = [
-            _packed_layer(layer, next_norm) for layer, next_norm in zip(weights.layers, next_norms, strict=True)
+            _packed_layer(layer, next_norm, config.residual_scale)
+            for layer, next_norm in zip(weights.layers, next_norms, strict=True)
         ]
 
     def forward(self, token_ids: Tensor, step: CpuStepOps) -> Tensor:
@@ -271,7 +272,8 @@ class CpuDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [num_rows, vocab_size] for rows of `forward`'s result."""
-        return self._head.wide(hidden)
+        logits, divisor = self._head.wide(hidden), self._config.logits_divisor
+        return logits if divisor == 1 else logits.div_(divisor)
 
 
 def can_run(weights: DecoderWeights) -> bool:
@@ -279,7 +281,7 @@ def can_run(weights: DecoderWeights) -> bool:
     return all(isinstance(projection, PackedLinear) for projection in weights.projections())
 
 
-def _packed_layer(layer: LayerWeights, next_norm: Tensor) -> PackedLayer:
+def _packed_layer(layer: LayerWeights, next_norm: Tensor, residual_scale: float) -> PackedLayer:
     packed = PackedLayer(
         qkv=_address(layer.qkv),
         output=_address(layer.output),
@@ -287,6 +289,7 @@ def _packed_layer(layer: LayerWeights, next_norm: Tensor) -> PackedLayer:
         next_norm=next_norm.data_ptr(),
         attention_output_norm=_address_or_null(layer.attention_output_norm),
         mlp_output_norm=_address_or_null(layer.mlp_output_norm),
+        residual_scale=residual_scale,
     )
     if isinstance(layer.mlp, Moe):
         packed.experts = ctypes.pointer(_packed_experts(layer.mlp))

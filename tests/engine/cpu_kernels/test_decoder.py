@@ -28,6 +28,7 @@ _SIZES = {"hidden_size": 192, "intermediate_size": 74}
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 64},
     "gemma3-every-third": {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "granite": {},
     "llama": {},
     "llama-tied": {"attention_bias": True, "mlp_bias": True},
     "mistral-window": {},
