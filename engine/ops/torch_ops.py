@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.ops import delta
+from engine.ops import delta, mamba
 from engine.ops.latent_attention import LatentHeads, attend_latent
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.recurrent import StepStates
@@ -18,6 +18,7 @@ from engine.weights.config import DecoderConfig, ScoreFunction
 from engine.weights.decoder_weights import LatentWeights, RecurrentWeights
 from engine.weights.delta import DeltaConfig
 from engine.weights.latent import LATENT_EPS
+from engine.weights.mamba import MambaConfig
 from engine.weights.rope import RotaryEmbedding, halves, layer_ropes, rotate
 
 
@@ -165,9 +166,11 @@ def recur_in_torch(
     config: DecoderConfig, layer_idx: int, projected: Tensor, weights: RecurrentWeights, states: StepStates
 ) -> Tensor:
     """Return what `RecurrentStepOps.recur` does, for every kind of recurrent layers."""
-    recurrent = config.recurrent
+    recurrent, eps = config.recurrent, config.rms_norm_eps
+    if isinstance(recurrent, MambaConfig):
+        return mamba.recur(recurrent, layer_idx, projected, weights, states, eps=eps)
     assert isinstance(recurrent, DeltaConfig), f"{recurrent} has no arithmetic"
-    return delta.recur(recurrent, layer_idx, projected, weights, states, eps=config.rms_norm_eps)
+    return delta.recur(recurrent, layer_idx, projected, weights, states, eps=eps)
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:

@@ -18,6 +18,18 @@ class Recurrence(Enum):
 
     DELTA = "gated delta nets"
     GROUPED_DELTA = "gated delta nets, with all products of a key head side by side"
+    MAMBA = "Mamba-2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpNames:
+    """Names of an MLP in a checkpoint."""
+
+    module: str = "mlp"
+    """Name below the layer's."""
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Projections below the module: gate and up, or one that has the rows of gate, then those of up."""
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +40,9 @@ class SharedKeys:
     """Key of config.json."""
     counts_experts: bool
     """Whether `size` is in sizes of other experts; there may be none then."""
-    module: str
-    gate: str | None
+    module: str = ""
+    gate: str | None = None
+    beside: MlpNames | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +75,8 @@ class ExpertKeys:
     """Whether a stack has all outputs of gate before those of up, which otherwise alternate."""
     has_weighted_inputs: bool = False
     """Whether an expert's weight multiplies what goes into it, and not what comes out."""
+    can_be_none: bool = False
+    """Whether 0 experts mean an MLP in each layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +124,11 @@ class Architecture:
     draft_layers: str | None = None
     """Key of config.json: number of layers behind the last one in a checkpoint, which draft."""
     default_has_tied_embeddings: bool = False
+    mlp: MlpNames = MlpNames()
     mlp_size: str = "intermediate_size"
     """Key of config.json: size of an MLP."""
+    has_position_type: bool = False
+    """Whether layers have rotary embedding only if `position_embedding_type` is "rope"."""
     activation: Activation = Activation.SILU
     activation_key: str = "hidden_act"
     default_query_scalar: int | None = None
@@ -154,6 +172,7 @@ _QWEN3_NEXT = Architecture(
     recurrence=Recurrence.GROUPED_DELTA,
     experts=replace(_QWEN_SHARED_EXPERTS, default_has_normalised_weights=True),
 )
+_GRANITE_MLP = MlpNames(module="shared_mlp", gate_up=("input_linear",), down="output_linear")
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(has_qkv_bias=None, reads_mlp_bias=True),
     "Llama4ForCausalLM": Architecture(
@@ -165,6 +184,7 @@ ARCHITECTURES = {
         has_interleaved_pairs=True,
         default_theta=500_000.0,
         default_eps=1e-5,
+        mlp=MlpNames(module="feed_forward"),
         mlp_size="intermediate_size_mlp",
         experts=ExpertKeys(
             num_experts=("num_local_experts",),
@@ -181,6 +201,27 @@ ARCHITECTURES = {
         ),
     ),
     "GraniteForCausalLM": Architecture(has_qkv_bias=None, reads_mlp_bias=True, has_multipliers=True),
+    # Granite 4, with Mamba-2 layers or without, and with mixtures of experts or without.
+    "GraniteMoeHybridForCausalLM": Architecture(
+        has_qkv_bias=None,
+        has_multipliers=True,
+        has_position_type=True,
+        recurrence=Recurrence.MAMBA,
+        mlp=_GRANITE_MLP,
+        mlp_size="shared_intermediate_size",
+        experts=ExpertKeys(
+            num_experts=("num_local_experts",),
+            intermediate_size="intermediate_size",
+            shared=SharedKeys(size="shared_intermediate_size", counts_experts=False, beside=_GRANITE_MLP),
+            has_normalised_weights=True,  # a softmax over the chosen ones' logits
+            module="block_sparse_moe",
+            projections=("gate_proj", "up_proj", "down_proj"),
+            router="router.layer",
+            are_stacked=True,
+            has_stacked_halves=True,
+            can_be_none=True,
+        ),
+    ),
     "MistralForCausalLM": Architecture(has_qkv_bias=False, has_window=True, default_num_kv_heads=8),
     "Gemma3ForCausalLM": Architecture(
         has_qkv_bias=None,

@@ -9,11 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from engine.weights.architectures import ARCHITECTURES, Activation, Architecture, Recurrence, language_part
+from engine.weights.architectures import (
+    ARCHITECTURES,
+    Activation,
+    Architecture,
+    MlpNames,
+    Recurrence,
+    language_part,
+)
 from engine.weights.config_json import MAX_LAYERS, MAX_SIZE, UnsupportedModel, count, positive, read_json
 from engine.weights.delta import parse_delta
 from engine.weights.experts import ExpertsConfig, parse_experts
 from engine.weights.latent import LatentConfig, parse_latent
+from engine.weights.mamba import parse_mamba
 from engine.weights.nope import NopeConfig, parse_nope
 from engine.weights.recurrent import RecurrentConfig
 from engine.weights.rope_config import RopeConfig, RopeType, longest_text, parse_ropes, rotary_dim
@@ -72,6 +80,7 @@ class DecoderConfig:
     order (`engine.model.checkpoints.turned_rows`)."""
     attention_scale: float | None = None
     """Factor of scores; None: 1 / sqrt(head_dim)."""
+    mlp: MlpNames = MlpNames()
     activation: Activation = Activation.SILU
     """Function of an MLP's gate."""
     embedding_scale: float = 1.0
@@ -220,6 +229,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         nope=parse_nope(raw, architecture, rope),
         has_interleaved_pairs=architecture.has_interleaved_pairs,
         attention_scale=_attention_scale(raw, architecture, latent, rope),
+        mlp=architecture.mlp,
         activation=architecture.activation,
         embedding_scale=hidden_size**0.5 if architecture.has_scaled_embeddings else multiplier("embedding_multiplier"),
         residual_scale=multiplier("residual_multiplier"),
@@ -275,6 +285,8 @@ def _recurrent(raw: Mapping[str, Any], architecture: Architecture) -> RecurrentC
             return None
         case Recurrence.DELTA | Recurrence.GROUPED_DELTA:
             return parse_delta(raw, is_grouped=architecture.recurrence is Recurrence.GROUPED_DELTA)
+        case Recurrence.MAMBA:
+            return parse_mamba(raw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

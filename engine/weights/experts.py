@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from engine.weights.architectures import ExpertKeys, SharedKeys
+from engine.weights.architectures import ExpertKeys, MlpNames, SharedKeys
 from engine.weights.config_json import MAX_LAYERS, MAX_SIZE, UnsupportedModel, count, positive
 
 _MAX_EXPERTS = 4096
@@ -24,6 +24,8 @@ class SharedExpert:
     """Name in a checkpoint, below the mixture's."""
     gate: str | None
     """Name of the router's row whose sigmoid weighs it; None: its weight is 1."""
+    beside: MlpNames | None = None
+    """Names where a checkpoint has it beside the mixture; None: it is `module`, with projections as others have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +92,11 @@ class ExpertsConfig:
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-def parse_experts(raw: Mapping[str, Any], keys: ExpertKeys) -> ExpertsConfig:
-    """Return the mixtures that a config.json describes. Raises UnsupportedModel."""
+def parse_experts(raw: Mapping[str, Any], keys: ExpertKeys) -> ExpertsConfig | None:
+    """Return the mixtures that a config.json describes; None: there are none. Raises UnsupportedModel."""
     key = next((key for key in keys.num_experts if key in raw), keys.num_experts[0])
+    if keys.can_be_none and raw.get(key) == 0:
+        return None
     num_experts, num_chosen = positive(raw, key, at_most=_MAX_EXPERTS), positive(raw, "num_experts_per_tok")
     choice = _one_of(_GROUP_BEST, raw, "topk_method", keys.default_choice)
     num_best = _GROUP_BEST[choice]
@@ -170,4 +174,4 @@ def _shared(raw: Mapping[str, Any], keys: SharedKeys, expert_size: int) -> Share
     size = count(raw, keys.size) * expert_size if keys.counts_experts else positive(raw, keys.size)
     if size > MAX_SIZE:
         raise UnsupportedModel(f"{keys.size}: {size} inputs of one expert are not supported, only up to {MAX_SIZE}")
-    return SharedExpert(size=size, module=keys.module, gate=keys.gate) if size else None
+    return SharedExpert(size=size, module=keys.module, gate=keys.gate, beside=keys.beside) if size else None

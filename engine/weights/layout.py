@@ -7,6 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from engine.weights.architectures import MlpNames
 from engine.weights.config import DecoderConfig
 from engine.weights.decoder_weights import (
     ROUTER_FIELD,
@@ -63,20 +64,27 @@ def layer_projections(config: DecoderConfig, layer_idx: int) -> Iterator[FusedPr
             has_bias=config.has_output_bias,
         )
 
-    def mlp(module: str, names: tuple[str, str, str], size: int, *, has_bias: bool) -> Iterator[FusedProjection]:
-        gate, up, down = (f"{module}.{name}" for name in names)
+    def mlp(names: MlpNames, size: int, *, has_bias: bool) -> Iterator[FusedProjection]:
+        module = f"{prefix}.{names.module}"
         yield FusedProjection(
-            field="gate_up", modules=(gate, up), rows=(size, size), in_features=hidden_size, has_bias=has_bias
+            field="gate_up",
+            modules=tuple(f"{module}.{name}" for name in names.gate_up),
+            rows=(2 * size // len(names.gate_up),) * len(names.gate_up),
+            in_features=hidden_size,
+            has_bias=has_bias,
         )
+        down = f"{module}.{names.down}"
         yield FusedProjection(field="down", modules=(down,), rows=(hidden_size,), in_features=size, has_bias=has_bias)
 
     experts = config.experts_of(layer_idx)
     if experts is None:
-        names = ("gate_proj", "up_proj", "down_proj")
-        module = "mlp" if config.experts is None else config.experts.module
-        yield from mlp(f"{prefix}.{module}", names, config.intermediate_size, has_bias=config.has_mlp_bias)
+        yield from mlp(config.mlp, config.intermediate_size, has_bias=config.has_mlp_bias)
         return
-    module, names = f"{prefix}.{experts.module}", experts.projections
+    module, (*gate_up, down) = f"{prefix}.{experts.module}", experts.projections
+
+    def names(expert: str) -> MlpNames:
+        return MlpNames(module=f"{experts.module}.{expert}", gate_up=tuple(gate_up), down=down)
+
     shared = experts.shared
     gates = [] if shared is None or shared.gate is None else [shared.gate]
     yield FusedProjection(
@@ -87,9 +95,9 @@ def layer_projections(config: DecoderConfig, layer_idx: int) -> Iterator[FusedPr
         has_bias=experts.has_bias,
     )
     for i in range(experts.num_experts):
-        yield from mlp(f"{module}.experts.{i}", names, experts.intermediate_size, has_bias=experts.has_bias)
+        yield from mlp(names(f"experts.{i}"), experts.intermediate_size, has_bias=experts.has_bias)
     if shared is not None:
-        yield from mlp(f"{module}.{shared.module}", names, shared.size, has_bias=False)
+        yield from mlp(shared.beside or names(shared.module), shared.size, has_bias=False)
 
 
 def _before_attention(config: DecoderConfig, module: str) -> Iterator[FusedProjection]:

@@ -1,4 +1,4 @@
-"""Layers without rotary embedding (NoPE), beside others that have it: what config.json says of both."""
+"""Layers without rotary embedding (NoPE), perhaps beside others that have it: what config.json says of both."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +36,9 @@ class NopeConfig:
 
 def parse_nope(raw: Mapping[str, Any], architecture: Architecture, rope: RopeConfig) -> NopeConfig | None:
     """Return the layers without the rotary embedding `rope`; None: all have it. Raises UnsupportedModel."""
+    if architecture.has_position_type and raw.get("position_embedding_type") != "rope":
+        all_layers = tuple(range(positive(raw, "num_hidden_layers", at_most=MAX_LAYERS)))
+        return NopeConfig(layers=all_layers, query_growth=None, has_norms_elsewhere=False)
     if architecture.default_nope_interval is None:
         return None
     has_norms = bool(raw.get("use_qk_norm", True))

@@ -55,7 +55,25 @@ _CHUNKS: dict[str, Any] = {
     "floor_scale": 9,
     "attn_scale": 0.7,
 }
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+_GRANITE4 = {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 40, "mamba_n_heads": 4}
+_MAMBA: dict[str, Any] = {
+    **_GRANITE4,
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 6,
+    "mamba_d_state": 12,
+}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {**_GRANITE4, "layer_types": ["attention"] * 2, "position_embedding_type": "rope"},
+    ),
     "gpt_oss": ("gpt_oss", {**_SINKS, "head_dim": 10}),
     "mixtral": ("mixtral", _EXPERTS),
     "mixtral-rope-dynamic": (
@@ -83,12 +101,6 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
-}
-_GRANITE = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 2.0,
 }
 _LATENT_YARN = {**_YARN, "mscale": 0.8, "mscale_all_dim": 0.6}
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -142,7 +154,26 @@ DELTA: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {**_DELTA, "linear_num_value_heads": 2}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA_EXPERTS),
 }
+MAMBA: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite4": ("granitemoehybrid", _MAMBA),
+    "granite4-dense": (
+        "granitemoehybrid",
+        {
+            **_MAMBA,
+            "num_local_experts": 0,
+            "layer_types": ["attention", "mamba", "mamba"],
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 2,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mamba_expand": 1,
+            "time_step_limit": [0.5, 1.0],
+        },
+    ),
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **MAMBA,
     **MIXTURES,
     **LATENT,
     **DELTA,
@@ -272,17 +303,6 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.6, "use_parallel_residual": False}),
     "granitemoe": ("granitemoe", {**_GRANITE, **_EXPERTS}),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        {
-            **_GRANITE,
-            **_EXPERTS,
-            "layer_types": ["full_attention"] * 2,
-            "shared_intermediate_size": 24,
-            "mamba_n_heads": 4,
-            "position_embedding_type": "rope",
-        },
-    ),
     "granitemoeshared": ("granitemoeshared", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 24}),
     "helium": ("helium", {"head_dim": 10}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 10}),

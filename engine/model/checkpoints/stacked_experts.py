@@ -1,9 +1,13 @@
 """Experts that a checkpoint stores in one tensor for all of a layer, read as if each had its own.
 
+    input_linear.weight [num_experts, 2 * size, hidden_size]     output_linear.weight [num_experts, hidden_size, size]
+
+as Granite does; otherwise
+
     gate_up_proj [num_experts, hidden_size, 2 * size]       down_proj [num_experts, size, hidden_size]
     gate_up_proj_bias [num_experts, 2 * size]               down_proj_bias [num_experts, hidden_size]
 
-Outputs of gate and up alternate (gpt-oss), or those of gate come first (Llama 4). In place of a weight there may be two
+Outputs of gate and up alternate (gpt-oss), or those of gate come first (Granite, Llama 4). In place of a weight there may be two
 tensors in MXFP4 (Open Compute Project, "Microscaling Formats", 2023), whose rows are outputs and which are widened as
 they are read, without rounding:
 
@@ -24,6 +28,7 @@ from engine.weights.config import UnsupportedModel
 from engine.weights.experts import ExpertsConfig
 
 _STACK = re.compile(r"(?P<module>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<part>|_bias|_blocks|_scales)")
+_LINEAR_STACK = re.compile(r"(?P<module>.+)\.(?P<projection>input_linear|output_linear)\.weight")
 _NUM_DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-each for each in _MAGNITUDES))
@@ -53,6 +58,12 @@ def split_experts(files: Mapping[str, Any], order: StackOrder) -> dict[str, Any]
     """
     split: dict[str, Any] = {}
     for name, file in files.items():
+        if (linear := _LINEAR_STACK.fullmatch(name)) and len(shape := file.get_slice(name).get_shape()) == 3:
+            for expert_idx in range(shape[0]):
+                for projection, outputs in _outputs(linear["projection"], shape[1], order).items():
+                    expert = _ExpertTensor(files, name, "_rows", expert_idx, outputs)
+                    split[f"{linear['module']}.experts.{expert_idx}.{projection}.weight"] = expert
+            continue
         found = _STACK.fullmatch(name)
         if found is None:
             split[name] = file
@@ -73,7 +84,7 @@ def split_experts(files: Mapping[str, Any], order: StackOrder) -> dict[str, Any]
 
 def _outputs(projection: str, count: int, order: StackOrder) -> dict[str, slice]:
     """Return the outputs of each single projection in a stacked one."""
-    if projection == "down_proj":
+    if projection in ("down_proj", "output_linear"):
         return {"down_proj": slice(None)}
     if order is StackOrder.ALTERNATE:
         return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
@@ -98,7 +109,7 @@ class _ExpertTensor:
             case "_blocks":
                 scales = self.stack.removesuffix("blocks") + "scales"
                 return _widened(self.stack, stored[self.outputs], self._stored(scales)[self.outputs])
-            case "_bias":
+            case "_bias" | "_rows":
                 return stored[self.outputs]
             case _:
                 return stored[:, self.outputs].t()
