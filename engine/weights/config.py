@@ -80,7 +80,7 @@ class DecoderConfig:
     order (`engine.model.checkpoints.turned_rows`)."""
     attention_scale: float | None = None
     """Factor of scores; None: 1 / sqrt(head_dim)."""
-    mlp: MlpNames = MlpNames()
+    mlp: MlpNames = MlpNames()  # noqa: RUF009 - frozen
     activation: Activation = Activation.SILU
     """Function of an MLP's gate."""
     embedding_scale: float = 1.0

@@ -84,7 +84,7 @@ def parse_mamba(raw: Mapping[str, Any]) -> MambaConfig | None:
         size = positive(raw, "mamba_d_head", at_most=MAX_SIZE) * num_heads
     if size % num_heads or num_heads % num_groups:
         raise UnsupportedModel(
-            f"mamba_n_heads: {num_heads} do not divide {size} values, or do not divide among mamba_n_groups: {num_groups}"
+            f"mamba_n_heads: {num_heads} does not divide {size} values, or mamba_n_groups: {num_groups} not the heads"
         )
     return MambaConfig(
         layers=layers,
@@ -120,7 +120,5 @@ def _layers(raw: Mapping[str, Any]) -> frozenset[int]:
     if len(kinds) != num_layers:
         raise UnsupportedModel(f"layer_types names {len(kinds)} layers of {num_layers}")
     if not set(kinds).intersection(_ATTENDING):
-        raise UnsupportedModel(
-            "layer_types names no layer with attention; models of recurrent layers alone are refused"
-        )
+        raise UnsupportedModel("layer_types names no layer with attention; models without any are refused")
     return frozenset(layer_idx for layer_idx, kind in enumerate(kinds) if kind in _RECURRENT)

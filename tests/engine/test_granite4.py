@@ -22,8 +22,8 @@ PROMPTS = [make_prompt(num, seed=num) for num in (3 * BLOCK_SIZE - 1, 3 * BLOCK_
 
 @pytest.fixture(scope="module", params=MAMBA)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """Return a model whose attention heads the kernels take, and its checkpoint."""
-    model = make_model(request.param, hidden_size=192)
+    """Return a model whose heads the kernels take, and its checkpoint."""
+    model = make_model(request.param, hidden_size=192, mamba_d_state=16)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
     return model, folder

@@ -38,8 +38,6 @@ struct DeltaChunk {
     std::vector<float> columns;              // [key_dim, some of value_dim]
 };
 
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 // Scale a head to `length`.
 KVRELAY_ONCE inline void normalise(float* head, int64_t dim, float length) {
     F32x16 squares{};

@@ -2,6 +2,7 @@
 #include "delta.h"
 #include "draw.h"
 #include "layer.h"
+#include "mamba.h"
 
 using namespace kvrelay;
 
@@ -45,6 +46,10 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     void kvrelay_run_delta_##suffix(                                                                                   \
         const Step* step, const States* states, const Delta* delta, const T* projected, T* output) {                   \
         run_delta(*step, *states, *delta, projected, output);                                                          \
+    }                                                                                                                  \
+    void kvrelay_run_mamba_##suffix(const Step* step, const States* states, const Mamba* mamba, const T* projected,    \
+                                    T* output, const MambaScratch* scratch) {                                          \
+        run_mamba(*step, *states, *mamba, projected, output, *scratch);                                                \
     }                                                                                                                  \
     void kvrelay_run_layer_##suffix(                                                                                   \
         const Step* step, const Layer<T>* pages, const LayerWeights<T>* weights, const Activations<T>* to) {           \

@@ -87,6 +87,23 @@ class Delta(ctypes.Structure):
     ]
 
 
+class Mamba(ctypes.Structure):
+    """`Mamba` of mamba.h."""
+
+    _fields_ = [
+        ("convolution", Convolution),
+        *((name, c_void_p) for name in ("step_bias", "log_decay", "skip", "norm")),
+        *((name, c_int64) for name in ("num_heads", "head_dim", "num_groups", "state_dim")),
+        *((name, c_float) for name in ("least_step", "largest_step")),
+    ]
+
+
+class MambaScratch(ctypes.Structure):
+    """`MambaScratch` of mamba.h."""
+
+    _fields_ = [(name, c_void_p) for name in ("vectors", "results")]
+
+
 class GroupedCodes(ctypes.Structure):
     """`Grouped` of grouped.h."""
 
@@ -195,6 +212,9 @@ class CpuKernels:
         self.attend = function("attend", None, POINTER(Step), POINTER(Layer), address, address)
         self.gate_heads = function("gate_heads", None, address, address, count, count)
         self.run_delta = function("run_delta", None, POINTER(Step), POINTER(States), POINTER(Delta), address, address)
+        self.run_mamba = function(
+            "run_mamba", None, POINTER(Step), POINTER(States), POINTER(Mamba), address, address, POINTER(MambaScratch)
+        )
         self.run_layer = function(
             "run_layer", None, POINTER(Step), POINTER(Layer), POINTER(PackedLayer), POINTER(Activations)
         )

@@ -254,6 +254,7 @@ class CpuDecoder:
                 attended = step.attend(layer_idx, layer.qkv(normed), layer.q_norm, layer.k_norm, layer.sinks)
                 activations.attended = attended.data_ptr()
             else:
+                activations.attended = scratch[2].data_ptr()
                 pages = step.pages(layer_idx, layer.q_norm, layer.k_norm, layer.sinks)
             self.kernels.run_layer(step.address(layer_idx), pages, ctypes.byref(packed), to)
         if len(self._layers) in layers:

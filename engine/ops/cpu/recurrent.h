@@ -26,6 +26,8 @@ struct Convolution {
     int64_t channels, taps;
 };
 
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
 // Some channels of a sequence's convolution, a multiple of sixteen, which goes on from chunk to chunk of its tokens.
 class Channels {
   public:

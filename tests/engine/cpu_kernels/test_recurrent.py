@@ -1,4 +1,4 @@
-"""Gated delta nets on the compiled kernels: as in torch, and the same bits however a text is cut."""
+"""Recurrent layers on the compiled kernels: as in torch, and the same bits however a text is cut."""
 
 from array import array
 from dataclasses import replace
@@ -45,6 +45,31 @@ CONFIG = parse_config(_RAW)
 ALONE = parse_config(
     {**_RAW, "architectures": ["Qwen3_5ForCausalLM"], "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}
 )
+_MAMBA: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "vocab_size": 16,
+    "hidden_size": 64,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "layer_types": ["mamba", "attention"],
+    "num_attention_heads": 2,
+    "max_position_embeddings": 4096,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 48,
+}
+MAMBA = parse_config(_MAMBA)
+GROUPS = parse_config(
+    {
+        **_MAMBA,
+        "mamba_n_groups": 2,
+        "mamba_d_head": 16,
+        "mamba_d_conv": 2,
+        "mamba_conv_bias": False,
+        "time_step_limit": [0.3, 2.0],
+    }
+)
+CONFIGS = [CONFIG, ALONE, MAMBA, GROUPS]
 BLOCK_SIZE = 256
 # Sequences whose texts begin, go on from a page of their own, and go on from one that they share.
 LENGTHS = [(0, 70), (3, 1), (5, 130), (0, 1), (5, 2)]
@@ -57,6 +82,9 @@ def make_weights(config: DecoderConfig) -> RecurrentWeights:
     assert weights is not None
     for tensor in (weights.convolution, weights.step_bias, weights.log_decay, weights.norm):
         tensor.normal_(std=0.7)
+    for optional in (weights.convolution_bias, weights.skip):
+        if optional is not None:
+            optional.normal_(std=0.7)
     return weights
 
 
@@ -96,7 +124,7 @@ def make_inputs(config: DecoderConfig, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(sum(new for _computed, new in LENGTHS), num_features).to(dtype)
 
 
-@pytest.mark.parametrize("config", [CONFIG, ALONE])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_recurrence_equals_the_portable_one(kernels: CpuKernels, config: DecoderConfig) -> None:
     weights, x, spans = make_weights(config), make_inputs(config, kernels.dtype), make_spans(LENGTHS)
     stores = [make_store(config, kernels.dtype) for _ in range(2)]
@@ -110,7 +138,7 @@ def test_recurrence_equals_the_portable_one(kernels: CpuKernels, config: Decoder
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 63, 64, 65])
-@pytest.mark.parametrize("config", [CONFIG, ALONE])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_text_has_the_same_bits_alone_and_however_it_is_cut(
     kernels: CpuKernels, config: DecoderConfig, chunk_size: int
 ) -> None:
@@ -129,9 +157,11 @@ def test_a_text_has_the_same_bits_alone_and_however_it_is_cut(
 
 
 def test_heads_of_sizes_that_do_not_divide_are_left_to_torch() -> None:
-    assert can_attend(CONFIG)
+    assert all(map(can_attend, CONFIGS))
     assert not can_attend(parse_config({**_RAW, "linear_key_head_dim": 24}))
     assert not can_attend(parse_config({**_RAW, "linear_value_head_dim": 24}))
+    assert not can_attend(parse_config({**_MAMBA, "mamba_d_state": 24}))
+    assert not can_attend(parse_config({**_MAMBA, "mamba_d_head": 24}))
     assert not can_attend(parse_config({**_RAW, "partial_rotary_factor": 0.25}))
 
 
