@@ -26,10 +26,10 @@ def recur(
     pages = step.read(layer_idx)
     convolved = convolve(mixed.contiguous(), pages, step, weights)
     steps = F.softplus(steps + weights.step_bias).clamp(*config.time_step_limits)
-    states = pages[:, config.conv_state_size :].unflatten(1, (config.num_heads, config.head_dim, config.state_dim))
+    states = pages[:, config.conv_state_size :].view(len(pages), config.num_heads, config.head_dim, config.state_dim)
     y = _scan(config, convolved, steps, weights, states, step)
     step.write(layer_idx, pages)
-    gated = (y.flatten(1) * F.silu(gate)).unflatten(1, (config.num_groups, -1))
+    gated = (y.flatten(1) * F.silu(gate)).view(len(y), config.num_groups, -1)
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return (normed.flatten(1) * weights.norm).to(projected.dtype)
 
@@ -46,7 +46,7 @@ def _scan(
     x, *both = convolved.split_with_sizes(parts, dim=1)
     x = x.reshape(-1, config.num_heads, config.head_dim)
     num_shared = config.num_heads // config.num_groups
-    write, read = (each.unflatten(1, (config.num_groups, -1)).repeat_interleave(num_shared, dim=1) for each in both)
+    write, read = (each.reshape(len(each), config.num_groups, -1).repeat_interleave(num_shared, dim=1) for each in both)
     keeps = torch.exp(steps * -weights.log_decay.exp())
     scaled = x * steps[..., None]
     assert weights.skip is not None, f"{config} has factors that are missing"

@@ -173,6 +173,17 @@ _QWEN3_NEXT = Architecture(
     experts=replace(_QWEN_SHARED_EXPERTS, default_has_normalised_weights=True),
 )
 _GRANITE_MLP = MlpNames(module="shared_mlp", gate_up=("input_linear",), down="output_linear")
+_GRANITE_SHARED = SharedKeys(size="shared_intermediate_size", counts_experts=False, beside=_GRANITE_MLP)
+_GRANITE_EXPERTS = ExpertKeys(
+    num_experts=("num_local_experts",),
+    intermediate_size="intermediate_size",
+    has_normalised_weights=True,  # a softmax over the chosen ones' logits
+    module="block_sparse_moe",
+    projections=("gate_proj", "up_proj", "down_proj"),
+    router="router.layer",
+    are_stacked=True,
+    has_stacked_halves=True,
+)
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(has_qkv_bias=None, reads_mlp_bias=True),
     "Llama4ForCausalLM": Architecture(
@@ -209,18 +220,11 @@ ARCHITECTURES = {
         recurrence=Recurrence.MAMBA,
         mlp=_GRANITE_MLP,
         mlp_size="shared_intermediate_size",
-        experts=ExpertKeys(
-            num_experts=("num_local_experts",),
-            intermediate_size="intermediate_size",
-            shared=SharedKeys(size="shared_intermediate_size", counts_experts=False, beside=_GRANITE_MLP),
-            has_normalised_weights=True,  # a softmax over the chosen ones' logits
-            module="block_sparse_moe",
-            projections=("gate_proj", "up_proj", "down_proj"),
-            router="router.layer",
-            are_stacked=True,
-            has_stacked_halves=True,
-            can_be_none=True,
-        ),
+        experts=replace(_GRANITE_EXPERTS, shared=_GRANITE_SHARED, can_be_none=True),
+    ),
+    "GraniteMoeForCausalLM": Architecture(has_qkv_bias=None, has_multipliers=True, experts=_GRANITE_EXPERTS),
+    "GraniteMoeSharedForCausalLM": Architecture(
+        has_qkv_bias=None, has_multipliers=True, experts=replace(_GRANITE_EXPERTS, shared=_GRANITE_SHARED)
     ),
     "MistralForCausalLM": Architecture(has_qkv_bias=False, has_window=True, default_num_kv_heads=8),
     "Gemma3ForCausalLM": Architecture(

@@ -101,13 +101,12 @@ def parse_mamba(raw: Mapping[str, Any]) -> MambaConfig | None:
 
 def _limits(raw: Mapping[str, Any]) -> tuple[float, float]:
     """Return the limits of time steps. JSON knows no infinity, which transformers spells as an object."""
-    limits = [
-        float(each["__float__"]) if isinstance(each, Mapping) and "__float__" in each else each
-        for each in raw.get("time_step_limit") or (0.0, math.inf)
-    ]
-    if len(limits) != 2 or not all(isinstance(each, int | float) for each in limits):
-        raise UnsupportedModel(f"time_step_limit: {raw['time_step_limit']!r} is not a pair of numbers")
-    return limits[0], limits[1]
+    stated = raw.get("time_step_limit") or (0.0, math.inf)
+    try:
+        least, most = (float(each["__float__"] if isinstance(each, Mapping) else each) for each in stated)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"time_step_limit: {stated!r} is not a pair of numbers") from error
+    return least, most
 
 
 def _layers(raw: Mapping[str, Any]) -> frozenset[int]:

@@ -1,5 +1,6 @@
 """Reading of config.json, and refusals of unsupported features."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
 from engine.weights.experts import ClampedGate
+from engine.weights.mamba import MambaConfig
 from engine.weights.nope import NopeConfig, QueryGrowth
 from engine.weights.precision import cpu_has_bfloat16, dtype_name, resolve_device, resolve_dtype
 from engine.weights.rope_config import RopeType
@@ -131,6 +133,57 @@ def test_parse_config_when_gpt_oss_leaves_keys_out_uses_its_defaults() -> None:
     named = make_raw("GptOssForCausalLM", num_local_experts=8, num_experts_per_tok=2, sliding_window=5)
     named["layer_types"] = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
     assert sizes(parse_config(named)) == (None, None, 5, None)
+
+
+GRANITE4 = {"shared_intermediate_size": 40, "num_local_experts": 0, "mamba_n_heads": 8, "mamba_d_state": 16}
+GRANITE4_LAYERS = ["mamba", "linear_attention", "attention", "full_attention"]
+
+
+def test_parse_config_when_granite_leaves_keys_out_uses_its_defaults() -> None:
+    config = parse_config(make_raw("GraniteForCausalLM"))
+    assert (config.embedding_scale, config.residual_scale, config.score_scale, config.logits_divisor) == (1, 1, 1, 1)
+    config = parse_config(make_raw("GraniteMoeHybridForCausalLM", **GRANITE4, layer_types=GRANITE4_LAYERS))
+    assert (config.experts, config.intermediate_size) == (None, 40)
+    assert [config.rope_of(layer_idx) for layer_idx in range(4)] == [None] * 4
+    mamba = config.recurrent
+    assert isinstance(mamba, MambaConfig)
+    assert (sorted(mamba.layers), mamba.head_dim, mamba.kernel_size) == ([0, 1], 2 * config.hidden_size // 8, 4)
+    assert (mamba.has_bias, mamba.has_convolution_bias, mamba.time_step_limits) == (False, True, (0, math.inf))
+
+
+def test_parse_config_reads_the_factors_rotation_and_infinity_of_granite() -> None:
+    factors = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.01}
+    limit = {"time_step_limit": [0.001, {"__float__": "Infinity"}]}
+    raw = make_raw(
+        "GraniteMoeHybridForCausalLM",
+        **(GRANITE4 | factors | limit),
+        logits_scaling=8.0,
+        layer_types=GRANITE4_LAYERS,
+        position_embedding_type="rope",
+    )
+    config = parse_config(raw)
+    assert (config.embedding_scale, config.residual_scale, config.score_scale) == (12, 0.22, 0.01)
+    assert (config.logits_divisor, config.nope) == (8, None)
+    assert isinstance(config.recurrent, MambaConfig)
+    assert config.recurrent.time_step_limits == (0.001, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layer_types": ["mamba"] * 3}, "3 layers of 4"),
+        ({"layer_types": ["mamba", "attention", "mlp", "mamba"]}, "mlp"),
+        ({"layer_types": ["mamba"] * 4}, "no layer with attention"),
+        ({"mamba_n_heads": 7}, "mamba_n_heads"),
+        ({"mamba_n_groups": 3}, "mamba_n_groups"),
+        ({"time_step_limit": [0.1]}, "time_step_limit"),
+        ({"residual_multiplier": 0}, "residual_multiplier"),
+    ],
+)
+def test_parse_config_when_granite_4_is_not_supported_names_the_key(wrong: dict[str, Any], message: str) -> None:
+    raw = make_raw("GraniteMoeHybridForCausalLM", **{**GRANITE4, "layer_types": GRANITE4_LAYERS, **wrong})
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_config(raw)
 
 
 def test_parse_config_when_a_layer_type_is_unknown_names_it() -> None:

@@ -68,6 +68,7 @@ def by_checkpoint_names(model: Any) -> dict[str, torch.Tensor]:
     named = {}
     biases = ((name, each) for name, each in model.named_buffers() if name.endswith("e_score_correction_bias"))
     for name, parameter in (*model.named_parameters(), *biases):
+        name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
         path, _, field = name.rpartition(".experts.")
         if not path:
             named[name] = parameter.detach()
@@ -147,7 +148,9 @@ def test_fill_weights_when_dtypes_differ_rounds_the_same_numbers() -> None:
 # ── a checkpoint like any other ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-llama", "tiny-moe", "tiny-deepseek", "tiny-qwen3-next"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "tiny-llama", "tiny-moe", "tiny-deepseek", "tiny-granite4", "tiny-qwen3-next"]
+)
 def test_executor_when_weights_are_random_answers_as_transformers_filled_with_them(name: str) -> None:
     folder = folder_of(name)
     peer = peer_of(folder, device=CPU).eval()

@@ -70,6 +70,8 @@ _MAMBA: dict[str, Any] = {
     "mamba_d_state": 12,
 }
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoe": ("granitemoe", {**_GRANITE, **_EXPERTS}),
+    "granitemoeshared": ("granitemoeshared", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 24}),
     "granitemoehybrid": (
         "granitemoehybrid",
         {**_GRANITE4, "layer_types": ["attention"] * 2, "position_embedding_type": "rope"},
@@ -302,8 +304,6 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {**_SHARED_EXPERTS, "hidden_size": 64, "head_dim": 16, "use_qk_norm": True}),
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.6, "use_parallel_residual": False}),
-    "granitemoe": ("granitemoe", {**_GRANITE, **_EXPERTS}),
-    "granitemoeshared": ("granitemoeshared", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 24}),
     "helium": ("helium", {"head_dim": 10}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 10}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {**_EXPERTS, "head_dim": 10, "moe_topk": 2}),

@@ -54,6 +54,18 @@ LLAMA_4 = parse_config(
         "floor_scale": 5,
     }
 )
+# A shared expert that the router does not weigh.
+GRANITE = parse_config(
+    _RAW
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_local_experts": 12,
+        "shared_intermediate_size": 90,
+        "layer_types": ["attention"] * 4,
+        "decoder_sparse_step": 1,
+        "residual_multiplier": 0.4,
+    }
+)
 DEEPSEEK = parse_config(CONFIGS["tiny-deepseek"])  # its routers have as many rows as two layers' of 4
 NUM_TOKENS = 12
 
@@ -75,6 +87,7 @@ def make_weights(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> DecoderW
         (GPT_OSS, "int4"),
         (LLAMA_4, None),
         (LLAMA_4, "int8"),
+        (GRANITE, None),
     ],
 )
 def test_a_token_gets_the_same_bits_alone_as_in_any_crowd(
@@ -117,7 +130,7 @@ def test_mixture_answers_as_transformers_cached_preempted_and_resumed_anywhere(m
     assert_answers_are_those_of_transformers(reference, executor, num_tokens=NUM_TOKENS)
 
 
-@pytest.mark.parametrize(("config", "num_router_rows"), [(CONFIG, 12), (SHARED, 13), (DEEPSEEK, 4)])
+@pytest.mark.parametrize(("config", "num_router_rows"), [(CONFIG, 12), (SHARED, 13), (GRANITE, 24), (DEEPSEEK, 4)])
 def test_floors_of_a_mixture_count_the_experts_of_one_token(config: DecoderConfig, num_router_rows: int) -> None:
     shape = model_shape(config)
     routers = 2 * num_router_rows * config.hidden_size
