@@ -1,6 +1,7 @@
 """The forward pass: tokens in, hidden states and logits out. A ragged batch is one flat row of tokens."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -36,20 +37,29 @@ class Decoder:
         rms_norm, add_rms_norm, gate_mul = self._operations(ops)
         normed = rms_norm(residual, layers[0].input_norm)
         for layer_idx, layer in enumerate(layers):
+            is_last = layer_idx + 1 == len(layers)
+            add_next_norm = partial(
+                ops.add_rms_norm if is_last else add_rms_norm,
+                residual=residual,
+                weight=self._weights.final_norm if is_last else layers[layer_idx + 1].input_norm,
+            )
             attended = layer.output(_attend(layer_idx, layer, normed, ops))
             if layer.attention_output_norm is not None:
                 attended = ops.rms_norm(attended, layer.attention_output_norm)
             if scale != 1:
                 attended = attended * scale
+            if layer.mlp is None:
+                normed = add_next_norm(attended)
+                continue
             normed = add_rms_norm(attended, residual, layer.post_attention_norm)
             reduced = layer.mlp(normed, gate_mul)
             if layer.mlp_output_norm is not None:
                 reduced = ops.rms_norm(reduced, layer.mlp_output_norm)
             if scale != 1:
                 reduced = reduced * scale
-            if layer_idx + 1 < len(layers):
-                normed = add_rms_norm(reduced, residual, layers[layer_idx + 1].input_norm)
-        return ops.add_rms_norm(reduced, residual, self._weights.final_norm)
+            normed = add_next_norm(reduced)
+        final: Tensor = normed
+        return final
 
     def _operations(self, ops: StepOps) -> "tuple[_Operation, _Operation, _Operation]":
         """Return norm, norm with residual and gate, whose results the projections take."""

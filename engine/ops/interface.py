@@ -49,7 +49,7 @@ class StepOps(Protocol):
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """Return f(gate) * up, [num_tokens, intermediate_size], of gate_up [num_tokens, 2 * intermediate_size].
 
-        f is the model's activation.
+        f is the model's activation. Without gates it is f(up), of up [num_tokens, intermediate_size].
         """
         ...
 

@@ -93,7 +93,7 @@ class TorchStepOps:
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`; over the last dimension."""
         config = self._config
-        return _rms_norm(x, weight, config.rms_norm_eps, rounds_first=not config.has_offset_norms)
+        return _rms_norm(x, weight, config.rms_norm_eps, rounds_first=not config.rounds_norms_last)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -148,6 +148,8 @@ class TorchStepOps:
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
+        if not self._config.has_gates:
+            return activate(gate_up, self._config.activation)
         gate, up = gate_up.chunk(2, dim=-1)
         return activate(gate, self._config.activation) * up
 
@@ -175,7 +177,13 @@ def recur_in_torch(
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Return f(x) of an activation f."""
-    return F.silu(x) if activation is Activation.SILU else F.gelu(x, approximate="tanh")
+    match activation:
+        case Activation.SILU:
+            return F.silu(x)
+        case Activation.GELU_TANH:
+            return F.gelu(x, approximate="tanh")
+        case Activation.RELU2:
+            return F.relu(x).square()
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = True) -> Tensor:

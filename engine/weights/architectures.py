@@ -11,6 +11,13 @@ class Activation(Enum):
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
+    RELU2 = "relu2"
+    """Square of ReLU."""
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether MLPs with this function have a gate."""
+        return self is not Activation.RELU2
 
 
 class Recurrence(Enum):
@@ -28,7 +35,8 @@ class MlpNames:
     module: str = "mlp"
     """Name below the layer's."""
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Projections below the module: gate and up, or one that has the rows of gate, then those of up."""
+    """Projections below the module: gate and up, one that has the rows of gate and then those of up, or, where there is
+    no gate, up alone."""
     down: str = "down_proj"
 
 
@@ -64,8 +72,8 @@ class ExpertKeys:
     default_scores: str = "softmax"
     """`scoring_func`, where config.json has none."""
     module: str
-    projections: tuple[str, str, str]
-    """Names of gate, up and down."""
+    projections: tuple[str, ...]
+    """Names of gate, where there is one, up and down."""
     router: str = "gate"
     has_bias: bool = False
     has_clamped_gate: bool = False
@@ -135,6 +143,8 @@ class Architecture:
     """Default of `query_pre_attn_scalar`, whose root divides scores; None: that of head_dim does."""
     has_scaled_embeddings: bool = False
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
+    has_single_blocks: bool = False
+    """Whether its layers are a mixer or an MLP each (`engine.weights.nemotron`)."""
     has_multipliers: bool = False
     """Whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold."""
     has_offset_norms: bool = False
@@ -225,6 +235,30 @@ ARCHITECTURES = {
     "GraniteMoeForCausalLM": Architecture(has_qkv_bias=None, has_multipliers=True, experts=_GRANITE_EXPERTS),
     "GraniteMoeSharedForCausalLM": Architecture(
         has_qkv_bias=None, has_multipliers=True, experts=replace(_GRANITE_EXPERTS, shared=_GRANITE_SHARED)
+    ),
+    "NemotronHForCausalLM": Architecture(
+        has_qkv_bias=False,
+        reads_mlp_bias=True,
+        has_single_blocks=True,
+        has_position_type=True,
+        recurrence=Recurrence.MAMBA,
+        default_head_dim=128,
+        default_num_kv_heads=8,
+        default_eps=1e-5,
+        mlp=MlpNames(gate_up=("up_proj",)),
+        activation=Activation.RELU2,
+        activation_key="mlp_hidden_act",
+        experts=replace(
+            _DEEPSEEK_EXPERTS,
+            shared=SharedKeys(
+                size="moe_shared_expert_intermediate_size", counts_experts=False, module="shared_experts", gate=None
+            ),
+            default_has_normalised_weights=True,
+            default_choice="noaux_tc",
+            default_scores="sigmoid",
+            projections=("up_proj", "down_proj"),
+            can_be_none=True,
+        ),
     ),
     "MistralForCausalLM": Architecture(has_qkv_bias=False, has_window=True, default_num_kv_heads=8),
     "Gemma3ForCausalLM": Architecture(

@@ -22,6 +22,7 @@ from engine.weights.delta import parse_delta
 from engine.weights.experts import ExpertsConfig, parse_experts
 from engine.weights.latent import LatentConfig, parse_latent
 from engine.weights.mamba import parse_mamba
+from engine.weights.nemotron import stacked_layers
 from engine.weights.nope import NopeConfig, parse_nope
 from engine.weights.recurrent import RecurrentConfig
 from engine.weights.rope_config import RopeConfig, RopeType, longest_text, parse_ropes, rotary_dim
@@ -80,9 +81,13 @@ class DecoderConfig:
     order (`engine.model.checkpoints.turned_rows`)."""
     attention_scale: float | None = None
     """Factor of scores; None: 1 / sqrt(head_dim)."""
+    lone_layers: tuple[int, ...] = ()
+    """Layers without MLP or experts."""
+    has_single_blocks: bool = False
+    """Whether a checkpoint has mixers and MLPs as layers of their own (`engine.model.checkpoints.single_blocks`)."""
     mlp: MlpNames = MlpNames()  # noqa: RUF009 - frozen
     activation: Activation = Activation.SILU
-    """Function of an MLP's gate."""
+    """Function of an MLP's gate, or of its inner values where it has none."""
     embedding_scale: float = 1.0
     """Factor of embeddings, rounded to the weights' dtype."""
     residual_scale: float = 1.0
@@ -124,6 +129,16 @@ class DecoderConfig:
         return self.windows
 
     @property
+    def rounds_norms_last(self) -> bool:
+        """Whether a norm is rounded behind its weight, and not before it."""
+        return self.has_offset_norms or self.has_single_blocks
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether MLPs have gates."""
+        return self.activation.has_gate
+
+    @property
     def kv_parts_per_layer(self) -> int:
         """See `KvShape`."""
         return 2 if self.latent is None else 1
@@ -154,11 +169,13 @@ class DecoderConfig:
         return max(self.intermediate_size, self.experts.intermediate_size, self.experts.shared_size)
 
     def multiplied_size(self, layer_idx: int) -> int:
-        """Return the size of a layer's MLP, or of the experts of one token."""
-        experts = self.experts_of(layer_idx)
-        if experts is None:
-            return self.intermediate_size
-        return experts.intermediate_size * experts.num_chosen + experts.shared_size
+        """Return the size of a layer's MLP, or of the experts of one token; without a gate it counts as two thirds."""
+        experts, size = self.experts_of(layer_idx), self.intermediate_size
+        if layer_idx in self.lone_layers:
+            return 0
+        if experts is not None:
+            size = experts.intermediate_size * experts.num_chosen + experts.shared_size
+        return size * (2 + self.has_gates) // 3
 
 
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
@@ -175,6 +192,8 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises UnsupportedModel, naming the unsupported feature."""
     raw = language_part(raw)
     architecture = _architecture(raw)
+    if architecture.has_single_blocks:
+        raw = stacked_layers(raw)
     key, expected = architecture.activation_key, architecture.activation.value
     if (raw.get(key) or expected) != expected:
         raise UnsupportedModel(f"{key}: {raw[key]!r} is not supported, only {expected!r}")
@@ -229,6 +248,8 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         nope=parse_nope(raw, architecture, rope),
         has_interleaved_pairs=architecture.has_interleaved_pairs,
         attention_scale=_attention_scale(raw, architecture, latent, rope),
+        lone_layers=tuple(raw.get("lone_layers") or ()) if architecture.has_single_blocks else (),
+        has_single_blocks=architecture.has_single_blocks,
         mlp=architecture.mlp,
         activation=architecture.activation,
         embedding_scale=hidden_size**0.5 if architecture.has_scaled_embeddings else multiplier("embedding_multiplier"),

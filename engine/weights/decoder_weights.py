@@ -212,8 +212,9 @@ class LayerWeights:
     """Logits [num_heads] that join the softmax of their query head and have no value (attention sinks)."""
     output: Projection
     post_attention_norm: Tensor
-    """Norm before the MLP."""
-    mlp: GatedMlp | Moe
+    """Norm before the MLP; empty where there is none."""
+    mlp: GatedMlp | Moe | None
+    """None: the next layer follows."""
     latent: LatentWeights | None = None
     recurrent: RecurrentWeights | None = None
     """In place of attention."""
@@ -227,12 +228,15 @@ class LayerWeights:
         if self.latent is not None and self.latent.query_up is not None:
             yield Place(holder=self.latent, field="query_up")
         yield Place(holder=self, field="output")
-        yield from self.mlp.places()
+        if self.mlp is not None:
+            yield from self.mlp.places()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the products that a token reads."""
-        num_bytes = self.qkv.num_bytes + self.output.num_bytes + self.mlp.num_bytes
+        num_bytes = self.qkv.num_bytes + self.output.num_bytes
+        if self.mlp is not None:
+            num_bytes += self.mlp.num_bytes
         if self.latent is not None:
             num_bytes += self.latent.row_up.nbytes
             if self.latent.query_up is not None:

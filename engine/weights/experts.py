@@ -52,8 +52,8 @@ class ExpertsConfig:
     """Layers that have an MLP."""
     module: str
     """Name in a checkpoint, below the layer's."""
-    projections: tuple[str, str, str]
-    """Names of gate, up and down, below an expert's."""
+    projections: tuple[str, ...]
+    """Names of gate, where there is one, up and down, below an expert's."""
     shared: SharedExpert | None = None
     has_sigmoid_scores: bool = False
     """Whether an expert's score is the sigmoid of its logit, and not its part of a softmax."""

@@ -69,7 +69,7 @@ def layer_projections(config: DecoderConfig, layer_idx: int) -> Iterator[FusedPr
         yield FusedProjection(
             field="gate_up",
             modules=tuple(f"{module}.{name}" for name in names.gate_up),
-            rows=(2 * size // len(names.gate_up),) * len(names.gate_up),
+            rows=((1 + config.has_gates) * size // len(names.gate_up),) * len(names.gate_up),
             in_features=hidden_size,
             has_bias=has_bias,
         )
@@ -77,6 +77,8 @@ def layer_projections(config: DecoderConfig, layer_idx: int) -> Iterator[FusedPr
         yield FusedProjection(field="down", modules=(down,), rows=(hidden_size,), in_features=size, has_bias=has_bias)
 
     experts = config.experts_of(layer_idx)
+    if layer_idx in config.lone_layers:
+        return
     if experts is None:
         yield from mlp(config.mlp, config.intermediate_size, has_bias=config.has_mlp_bias)
         return
@@ -191,14 +193,14 @@ def allocate_weights(
             q_norm=head_norm(layer_idx),
             k_norm=head_norm(layer_idx),
             sinks=empty(config.num_heads) if config.has_sinks and shapes is None else None,
-            post_attention_norm=norm(),
+            post_attention_norm=norm(0) if layer_idx in config.lone_layers else norm(),
             attention_output_norm=norm() if config.has_output_norms else None,
             mlp_output_norm=norm() if config.has_output_norms else None,
             qkv=linear(next(projections)),
             latent=None if config.latent is None else latent(projections, config.latent),
             recurrent=None if shapes is None else recurrent(shapes),
             output=linear(next(projections)),
-            mlp=mlp(projections, config.experts_of(layer_idx)),
+            mlp=None if layer_idx in config.lone_layers else mlp(projections, config.experts_of(layer_idx)),
         )
 
     def latent(projections: Iterator[FusedProjection], shapes: LatentConfig) -> LatentWeights:
@@ -288,7 +290,9 @@ def checkpoint_views(weights: DecoderWeights, config: DecoderConfig) -> dict[str
     for layer_idx, layer in enumerate(weights.layers):
         prefix = f"model.layers.{layer_idx}"
         views[f"{prefix}.input_layernorm.weight"] = layer.input_norm
-        if layer.attention_output_norm is None or layer.mlp_output_norm is None:
+        if layer.mlp is None:
+            pass
+        elif layer.attention_output_norm is None or layer.mlp_output_norm is None:
             views[f"{prefix}.post_attention_layernorm.weight"] = layer.post_attention_norm
         else:  # the name means what it says
             views[f"{prefix}.post_attention_layernorm.weight"] = layer.attention_output_norm

@@ -137,6 +137,7 @@ def test_mixtures_of_published_shapes_run_where_no_value_can_be_read(name: str) 
 def test_single_experts_do_wait_for_the_host() -> None:
     config = parse_config(_RAW)
     moe = allocate_weights(config, dtype=torch.bfloat16, device=META).layers[0].mlp
+    assert moe is not None
     with pytest.raises((NotImplementedError, RuntimeError)):
         moe(torch.empty((3, config.hidden_size), dtype=torch.bfloat16, device=META), gate_mul)
 

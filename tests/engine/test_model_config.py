@@ -186,6 +186,42 @@ def test_parse_config_when_granite_4_is_not_supported_names_the_key(wrong: dict[
         parse_config(raw)
 
 
+NEMOTRON = {"hybrid_override_pattern": "M-M*-", "mamba_num_heads": 8, "mamba_head_dim": 8, "layer_norm_epsilon": 1e-4}
+
+
+def test_parse_config_joins_an_mlp_that_is_a_layer_to_the_mixer_before_it() -> None:
+    config = parse_config(make_raw("NemotronHForCausalLM", **NEMOTRON))
+    assert (config.num_layers, config.lone_layers, config.rms_norm_eps) == (3, (1,), 1e-4)
+    assert ([config.rope_of(layer_idx) for layer_idx in range(3)], config.has_gates) == ([None] * 3, False)
+    assert isinstance(config.recurrent, MambaConfig)
+    assert sorted(config.recurrent.layers) == [0, 1]
+    assert config.recurrent.time_step_limits == (0.001, math.inf)
+    layers = ["mamba", "mlp", "linear_attention", "full_attention", "mlp"]
+    raw = make_raw("NemotronHForCausalLM", **{**NEMOTRON, "hybrid_override_pattern": None}, layers_block_type=layers)
+    assert parse_config(raw) == config
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("-M*", "follows no mixer"),
+        ("M*--", "follows no mixer"),
+        ("*-", "without Mamba"),
+        ("MX*", "X is not supported"),
+        ("", "no layer"),
+    ],
+)
+def test_parse_config_when_a_pattern_of_blocks_is_not_supported_names_it(pattern: str, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"hybrid_override_pattern: .*{message}"):
+        parse_config(make_raw("NemotronHForCausalLM", **{**NEMOTRON, "hybrid_override_pattern": pattern}))
+
+
+def test_parse_config_when_experts_have_inputs_of_another_size_names_the_key() -> None:
+    raw = make_raw("NemotronHForCausalLM", **{**NEMOTRON, "hybrid_override_pattern": "ME*"}, moe_latent_size=32)
+    with pytest.raises(UnsupportedModel, match="moe_latent_size: 32"):
+        parse_config(raw)
+
+
 def test_parse_config_when_a_layer_type_is_unknown_names_it() -> None:
     layer_types = ["full_attention", "linear_attention", "full_attention", "full_attention"]
     with pytest.raises(UnsupportedModel, match="linear_attention"):

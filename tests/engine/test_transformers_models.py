@@ -103,7 +103,7 @@ def test_tested_architectures_are_those_that_are_tested_here() -> None:
     assert tested == TESTED_ARCHITECTURES
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmoe", "granitemoe", "phi3-longrope"])
+@pytest.mark.parametrize("name", ["gemma2", "olmoe", "cohere", "phi3-longrope"])
 def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, checkpoint: Callable[[str], Path]) -> None:
     reference = make_model(name)
     core = core_on(load(checkpoint(name)), max_step_tokens=16)

@@ -72,10 +72,6 @@ _MAMBA: dict[str, Any] = {
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {**_GRANITE, **_EXPERTS}),
     "granitemoeshared": ("granitemoeshared", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 24}),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        {**_GRANITE4, "layer_types": ["attention"] * 2, "position_embedding_type": "rope"},
-    ),
     "gpt_oss": ("gpt_oss", {**_SINKS, "head_dim": 10}),
     "mixtral": ("mixtral", _EXPERTS),
     "mixtral-rope-dynamic": (
@@ -158,6 +154,10 @@ DELTA: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MAMBA: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4": ("granitemoehybrid", _MAMBA),
+    "granite4-attention": (
+        "granitemoehybrid",
+        {**_GRANITE4, "layer_types": ["attention"] * 2, "position_embedding_type": "rope"},
+    ),
     "granite4-dense": (
         "granitemoehybrid",
         {
@@ -174,8 +174,30 @@ MAMBA: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_NEMOTRON = {"head_dim": 10, "mamba_num_heads": 6, "mamba_head_dim": 20, "ssm_state_size": 12, "n_groups": 2}
+NEMOTRON: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h": (
+        "nemotron_h",
+        {**_NEMOTRON, "hybrid_override_pattern": "M-MM*-*M-", "mlp_bias": True, "use_bias": True},
+    ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "hybrid_override_pattern": "MEM*EM-",
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **MAMBA,
+    **NEMOTRON,
     **MIXTURES,
     **LATENT,
     **DELTA,

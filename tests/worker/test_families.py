@@ -19,6 +19,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4": {},
     "llama4": {},
     "qwen3_next": {},
+    "granite4": {},
+    "nemotron_h": {},
 }
 NUM_TOKENS = 6
 LENGTHS = {"shm": [BLOCK_SIZE * 6 + d for d in (-1, 0, 1)], "grpc": [BLOCK_SIZE * 6 + 1]}

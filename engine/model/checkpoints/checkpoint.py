@@ -11,6 +11,7 @@ from engine.model.checkpoints import gguf_file
 from engine.model.checkpoints.formats import WeightFormat
 from engine.model.checkpoints.gguf_config import read_gguf_config
 from engine.model.checkpoints.safetensors_files import open_safetensors
+from engine.model.checkpoints.single_blocks import SingleBlocks
 from engine.model.checkpoints.stacked_experts import stack_order
 from engine.model.checkpoints.turned_rows import PairedRows
 from engine.weights.config import DecoderConfig, read_json
@@ -52,7 +53,10 @@ def open_checkpoint(
         yield PairedRows(stored=gguf, head_dim=config.head_dim) if gguf.has_interleaved_pairs else gguf
         return
     with open_safetensors(files, weight_format, stack_order(config.experts)) as stored:
-        yield PairedRows(stored=stored, head_dim=config.head_dim) if config.has_interleaved_pairs else stored
+        if config.has_single_blocks:
+            yield SingleBlocks(stored, config)
+        else:
+            yield PairedRows(stored=stored, head_dim=config.head_dim) if config.has_interleaved_pairs else stored
 
 
 def read_config(model_dir: Path, files: Sequence[Path]) -> dict[str, Any]:

@@ -122,6 +122,8 @@ def _check(config: DecoderConfig, rounding: Rounding) -> None:
         raise QuantizeFailed(
             "cannot quantize a mixture of experts into a checkpoint; set model.quantization, which rounds it at load"
         )
+    if config.has_single_blocks:
+        raise QuantizeFailed("cannot quantize layers that are a mixer or an MLP each; set model.quantization instead")
     if config.recurrent is not None and rounding.windows:
         raise QuantizeFailed("cannot round recurrent layers for a text; quantize without --calibration")
     sizes = {projection.in_features for projection in all_projections(config)}

@@ -7,9 +7,9 @@ as Granite does; otherwise
     gate_up_proj [num_experts, hidden_size, 2 * size]       down_proj [num_experts, size, hidden_size]
     gate_up_proj_bias [num_experts, 2 * size]               down_proj_bias [num_experts, hidden_size]
 
-Outputs of gate and up alternate (gpt-oss), or those of gate come first (Granite, Llama 4). In place of a weight there may be two
-tensors in MXFP4 (Open Compute Project, "Microscaling Formats", 2023), whose rows are outputs and which are widened as
-they are read, without rounding:
+Outputs of gate and up alternate (gpt-oss), or those of gate come first (Granite, Llama 4). In place of a weight there
+may be two tensors in MXFP4 (Open Compute Project, "Microscaling Formats", 2023), whose rows are outputs and which are
+widened as they are read, without rounding:
 
     gate_up_proj_blocks uint8 [num_experts, outputs, groups, 16]      two values of 4 bits in a byte, the first one low
     gate_up_proj_scales uint8 [num_experts, outputs, groups]          power of two of the 32 values, plus 127

@@ -61,7 +61,7 @@ void add_rms_norm(const T* x, T* residual, const float* weight, T* to, int64_t r
     }
 }
 
-enum class Activation : int64_t { kSilu = 0, kGelu = 1 };
+enum class Activation : int64_t { kSilu = 0, kGelu = 1, kRelu2 = 2 };
 
 // x / (1 + e^-y), by a power of e that cannot overflow: of -|y|.
 inline F32x16 times_logistic(F32x16 x, F32x16 y) {
@@ -97,11 +97,27 @@ void gate_mul(const T* gate_up, T* to, int64_t rows, int64_t size) {
     combine_halves(gate_up, to, rows, size, [](F32x16 gate, F32x16 up) { return activate<activation>(gate) * up; });
 }
 
+// Square of ReLU; NaN stays.
+template <typename T>
+void square_positive(const T* x, T* to, int64_t rows, int64_t size) {
+    auto square = [](F32x16 v) { return select(v < 0.0f, F32x16{}, v * v); };
+#pragma omp parallel for schedule(static) if (rows >= kMinParallelRows)
+    for (int64_t row = 0; row < rows; row++) {
+        const T* from = x + row * size;
+        T* out = to + row * size;
+        int64_t i = 0;
+        for (; i + kLanes <= size; i += kLanes) store_narrow(out + i, square(load_wide(from + i)));
+        if (i < size) store_some(out + i, square(load_some(from + i, size - i)), size - i);
+    }
+}
+
+// Activation(gate) * up, of gate_up [rows, 2 * size]; of the square of ReLU, which has no gate, [rows, size].
 template <typename T>
 void gate_mul(Activation activation, const T* gate_up, T* to, int64_t rows, int64_t size) {
     switch (activation) {
         case Activation::kSilu: return gate_mul<Activation::kSilu>(gate_up, to, rows, size);
         case Activation::kGelu: return gate_mul<Activation::kGelu>(gate_up, to, rows, size);
+        case Activation::kRelu2: return square_positive(gate_up, to, rows, size);
     }
 }
 

@@ -9,7 +9,7 @@ template <typename T>
 struct LayerWeights {
     Projection<T> qkv, output, gate_up, down;
     const Experts<T>* experts;  // in place of gate_up and down, or null
-    const float* post_attention_norm;
+    const float* post_attention_norm;  // or null: there is no MLP
     const float* next_norm;  // of the layer behind this one, or the final norm
     const float *attention_output_norm, *mlp_output_norm;  // or null
     float residual_scale;                                  // of what is added to the residual stream
@@ -42,8 +42,11 @@ void run_layer(const Step& step, const Layer<T>* pages, const LayerWeights<T>& w
         if (weights.residual_scale != 1) scale_rows(to.projected, weights.residual_scale, rows, hidden_size);
     };
     norm_and_scale_output(weights.attention_output_norm);
-    add_rms_norm(
-        to.projected, to.residual, weights.post_attention_norm, to.normed, rows, hidden_size, step.norm_eps);
+    auto add_and_norm = [&](const float* norm) {
+        add_rms_norm(to.projected, to.residual, norm, to.normed, rows, hidden_size, step.norm_eps);
+    };
+    if (!weights.post_attention_norm) return add_and_norm(weights.next_norm);
+    add_and_norm(weights.post_attention_norm);
     if (weights.experts) {
         run_experts(*weights.experts, to.normed, to.projected, rows, to.gate_up, to.expanded);
     } else {
@@ -52,7 +55,7 @@ void run_layer(const Step& step, const Layer<T>* pages, const LayerWeights<T>& w
         weights.down(to.expanded, to.projected, rows);
     }
     norm_and_scale_output(weights.mlp_output_norm);
-    add_rms_norm(to.projected, to.residual, weights.next_norm, to.normed, rows, hidden_size, step.norm_eps);
+    add_and_norm(weights.next_norm);
 }
 
 }  // namespace kvrelay

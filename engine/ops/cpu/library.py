@@ -16,7 +16,7 @@ from engine.weights.architectures import Activation
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.RELU2: 2}
 """Numbers of `Activation` in elementwise.h."""
 PLAIN_PAGES = 0
 """Pages that hold values in the kernels' number format."""

@@ -70,13 +70,15 @@ void run_mamba_head(const Step& step, const States& states, const Mamba& mamba, 
     float rate = -std::exp(mamba.log_decay[head]);
     const float* writes = scratch.vectors + group * step.num_tokens * state_dim;
     const float* reads = writes + mamba.num_groups * step.num_tokens * state_dim;
-    for (int64_t begin = step.query_start_loc[seq], end = step.query_start_loc[seq + 1], tokens; begin < end; begin += tokens) {
+    int64_t end = step.query_start_loc[seq + 1];
+    for (int64_t begin = step.query_start_loc[seq], tokens; begin < end; begin += tokens) {
         tokens = std::min(kMambaTokens, end - begin);
         const T* rows = projected + begin * row_size;
         channels.run(rows + size + head * dim, row_size, tokens, inputs.data());
         for (int64_t t = 0; t < tokens; t++) {
             float stated = to_float(rows[(t + 1) * row_size - mamba.num_heads + head]);
-            steps[t] = std::min(std::max(softplus(stated + mamba.step_bias[head]), mamba.least_step), mamba.largest_step);
+            float time = softplus(stated + mamba.step_bias[head]);
+            steps[t] = std::min(std::max(time, mamba.least_step), mamba.largest_step);
             keeps[t] = std::exp(steps[t] * rate);
         }
         for (int64_t row = 0; row < dim; row += kMambaRows) {
@@ -102,7 +104,8 @@ KVRELAY_ONCE void gate_and_norm(float* result, const float* norm, const T* gate,
         squares = multiply_add(gated, gated, squares);
     }
     float scale = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
-    for (int64_t i = 0; i < size; i += kLanes) store_narrow(to + i, load<F32x16>(result + i) * scale * load<F32x16>(norm + i));
+    for (int64_t i = 0; i < size; i += kLanes)
+        store_narrow(to + i, load<F32x16>(result + i) * scale * load<F32x16>(norm + i));
 }
 
 // output [num_tokens, size] from projected [num_tokens, row_size]. Writes the states. All threads.

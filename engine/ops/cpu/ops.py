@@ -185,7 +185,7 @@ class CpuStepOps:
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
-        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // (1 + self._config.has_gates)
         expanded = torch.empty((num_tokens, width), dtype=gate_up.dtype)
         activation = self._planned[0].struct.activation
         self._kernels.gate_mul(activation, gate_up.data_ptr(), expanded.data_ptr(), num_tokens, width)
@@ -278,15 +278,17 @@ class CpuDecoder:
 
 
 def can_run(weights: DecoderWeights) -> bool:
-    """Whether every projection is packed; else `Decoder` calls them one by one."""
-    return all(isinstance(projection, PackedLinear) for projection in weights.projections())
+    """Whether every projection is packed, and experts are chosen by scores alone; else `Decoder` calls one by one."""
+    mixtures = [layer.mlp.config for layer in weights.layers if isinstance(layer.mlp, Moe)]
+    chooses_by_scores = not any(each.has_score_bias or each.num_group_best or each.scale != 1 for each in mixtures)
+    return chooses_by_scores and all(isinstance(projection, PackedLinear) for projection in weights.projections())
 
 
 def _packed_layer(layer: LayerWeights, next_norm: Tensor, residual_scale: float) -> PackedLayer:
     packed = PackedLayer(
         qkv=_address(layer.qkv),
         output=_address(layer.output),
-        post_attention_norm=layer.post_attention_norm.data_ptr(),
+        post_attention_norm=None if layer.mlp is None else layer.post_attention_norm.data_ptr(),
         next_norm=next_norm.data_ptr(),
         attention_output_norm=_address_or_null(layer.attention_output_norm),
         mlp_output_norm=_address_or_null(layer.mlp_output_norm),
@@ -294,7 +296,7 @@ def _packed_layer(layer: LayerWeights, next_norm: Tensor, residual_scale: float)
     )
     if isinstance(layer.mlp, Moe):
         packed.experts = ctypes.pointer(_packed_experts(layer.mlp))
-    else:
+    elif layer.mlp is not None:
         packed.gate_up, packed.down = _address(layer.mlp.gate_up), _address(layer.mlp.down)
     return packed
 

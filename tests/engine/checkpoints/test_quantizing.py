@@ -167,6 +167,8 @@ def test_quantize_refuses_what_it_would_overwrite_or_cannot_round(
         quantize_checkpoint(random, tmp_path / "other", rounding, ignore)
     with pytest.raises(QuantizeFailed, match="cannot quantize a mixture of experts"):
         quantize_checkpoint(checkpoint("mixtral"), tmp_path / "other", rounding, ignore)
+    with pytest.raises(QuantizeFailed, match="a mixer or an MLP each"):
+        quantize_checkpoint(checkpoint("nemotron_h"), tmp_path / "other", rounding, ignore)
     with pytest.raises(UnsupportedModel, match="safetensors missing"):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "other", rounding, ignore)
 
