@@ -1,4 +1,4 @@
-"""Pages of layers with a window, and of recurrent ones. A block has one while a sequence may read it, and later while there is room.
+"""Pages of layers with a window, and of recurrent ones: a block has one while a sequence may read it, or there is room.
 
 A block of tokens has parts. What layers that see everything hold of it lies in the block's own page, from its
 allocation to its eviction. What layers with a window hold lies in a window page, which is attached to the block. A
