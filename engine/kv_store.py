@@ -7,7 +7,7 @@ from typing import Protocol, TypeGuard
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
-from engine.window import Window
+from engine.window import BlockWindow, Window
 
 STATE_ITEM_BYTES = 4
 NONCE_BYTES = 16
@@ -45,9 +45,9 @@ class KvShape:
         return self.windowed.layers if self.windowed is not None and self.windowed.has_states else ()
 
     @property
-    def window_blocks(self) -> int:
-        """Blocks before a point whose window pages it takes to go on there, at most; 0 where no layer has any."""
-        return 0 if self.windowed is None else -(-self.windowed.num_tokens // self.block_size)
+    def block_window(self) -> BlockWindow | None:
+        """Window whose pages it takes to go on behind some blocks; None where no layer has any."""
+        return None if self.windowed is None else BlockWindow(window=self.windowed.window, block_size=self.block_size)
 
     @property
     def bytes_per_token(self) -> int:

@@ -28,3 +28,15 @@ class Window:
     def __repr__(self) -> str:
         """A number alone slides: fingerprints are those of versions without chunks."""
         return f"chunks of {self.num_tokens}" if self.is_chunk else str(self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWindow:
+    """A window over the blocks of a text."""
+
+    window: Window
+    block_size: int
+
+    def first_needed(self, num_blocks: int) -> int:
+        """Return the first block of which the last token of so many leading blocks sees something."""
+        return max(0, self.window.first_visible(num_blocks * self.block_size - 1)) // self.block_size

@@ -65,7 +65,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             template_probe=runtime.probes.template,
             version=installed_version(),
             unix_time_s=time.time(),
-            window_blocks=shape.window_blocks,
+            window_tokens=0 if shape.windowed is None else shape.windowed.num_tokens,
+            window_is_chunk=shape.windowed is not None and shape.windowed.is_chunk,
         )
 
     async def WatchWorker(  # type: ignore[override]  # noqa: D102

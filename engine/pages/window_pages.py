@@ -24,6 +24,7 @@ from common.eviction import EvictionClass, EvictionOrder
 from common.ids import BlockId
 from engine.kv_store import KvShape, WindowedKvStore
 from engine.pages.snapshots import Snapshots
+from engine.window import BlockWindow
 
 NO_PAGE = -1
 MAX_ANSWER_STEP = 80
@@ -90,7 +91,7 @@ class WindowPages:
         """Blocks whose pages may be taken."""
         self._changed: set[int] = set()
         """Blocks that got or lost a page since `drain_changed`."""
-        self._window = store.shape.windowed.window
+        self._window = BlockWindow(window=store.shape.windowed.window, block_size=store.shape.block_size)
         self.snapshots = Snapshots(store.num_blocks) if store.shape.windowed.has_states else None
         """How long states are kept; None: the pages hold rows of windows."""
         self._block_size = store.shape.block_size
@@ -134,8 +135,7 @@ class WindowPages:
 
         The window before the end of the last full block is in it, too: another prompt may begin there.
         """
-        num_full_tokens = num_tokens // self._block_size * self._block_size
-        return max(0, self._window.first_visible(num_full_tokens - 1)) // self._block_size
+        return self._window.first_needed(num_tokens // self._block_size)
 
     def promise(self, num_pages: int, *, num_spared: int = 0, instead_of: int = 0) -> bool:
         """Add to the promises. False: they would exceed all pages but `num_spared`.

@@ -292,7 +292,8 @@ class DescribeWorkerResponse(_message.Message):
     DIRECT_PORT_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     EXACT_RESUME_FIELD_NUMBER: _builtins.int
-    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
+    WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    WINDOW_IS_CHUNK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name, stable over restarts."""
     epoch: _builtins.int
@@ -329,10 +330,12 @@ class DescribeWorkerResponse(_message.Message):
     """Length of the embeddings that it computes; 0: it computes none."""
     exact_resume: _builtins.bool
     """Whether it goes on with another one's answer as that one would have, also where two tokens are almost equally good."""
-    window_blocks: _builtins.int
-    """Blocks before a point of a text whose window pages, or states, it takes to go on there, at most: its KV events say
-    which blocks have them. 0: whatever is cached can be reused.
+    window_tokens: _builtins.int
+    """Longest window of layers whose part of a block may be gone, 1 where they are recurrent: its KV events say which blocks
+    have that part, and a prefix can be reused where all blocks in the window before its end have. 0: wherever it ends.
     """
+    window_is_chunk: _builtins.bool
+    """Whether a token sees those from the last multiple of window_tokens on, and not the latest ones."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Shape of its blocks."""
@@ -364,11 +367,12 @@ class DescribeWorkerResponse(_message.Message):
         direct_port: _builtins.int = ...,
         hidden_size: _builtins.int = ...,
         exact_resume: _builtins.bool = ...,
-        window_blocks: _builtins.int = ...,
+        window_tokens: _builtins.int = ...,
+        window_is_chunk: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_port", b"direct_port", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "exact_resume", b"exact_resume", "hash_probe", b"hash_probe", "hidden_size", b"hidden_size", "kv_port", b"kv_port", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "unix_time_s", b"unix_time_s", "version", b"version", "vocab_size", b"vocab_size", "window_blocks", b"window_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_port", b"direct_port", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "exact_resume", b"exact_resume", "hash_probe", b"hash_probe", "hidden_size", b"hidden_size", "kv_port", b"kv_port", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "unix_time_s", b"unix_time_s", "version", b"version", "vocab_size", b"vocab_size", "window_is_chunk", b"window_is_chunk", "window_tokens", b"window_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

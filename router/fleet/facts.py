@@ -13,6 +13,7 @@ from common.errors import UnknownModel
 from common.ids import Epoch, HashRoot, WorkerId
 from common.parity import NO_PROBES, TextProbes, find_text_mismatch
 from common.wire_names import ROLE_NAMES
+from engine.window import BlockWindow, Window
 from kvrelay.v1 import worker_pb2
 from router.placement.answer_pool import AnswerPool
 
@@ -57,8 +58,8 @@ class WorkerFacts:
     """Length of the embeddings that it computes; 0: it computes none."""
     exact_resume: bool = True
     """Whether it continues another worker's answer exactly as that worker would have, also at near ties."""
-    window_blocks: int = 0
-    """Blocks before a point whose window pages it takes to go on there, at most; 0: it has no such pages."""
+    window: BlockWindow | None = None
+    """Window whose pages it takes to go on behind cached blocks; None: it has no such pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +157,15 @@ def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFact
         direct_port=described.direct_port,
         hidden_size=described.hidden_size,
         exact_resume=described.exact_resume,
-        window_blocks=described.window_blocks,
+        window=_window_of(described),
     )
+
+
+def _window_of(described: worker_pb2.DescribeWorkerResponse) -> BlockWindow | None:
+    if not described.window_tokens:
+        return None
+    window = Window(num_tokens=described.window_tokens, is_chunk=described.window_is_chunk)
+    return BlockWindow(window=window, block_size=described.layout.block_size)
 
 
 def check_report(report: worker_pb2.LoadReport) -> None:

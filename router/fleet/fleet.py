@@ -229,8 +229,7 @@ class Fleet:
         if update.seq == 0 and not events.is_snapshot:
             self._index.drop(worker_id)
         if events:
-            window_blocks = 0 if member.facts is None else member.facts.window_blocks
-            self._index.apply(worker_id, events, window_blocks=window_blocks)
+            self._index.apply(worker_id, events, window=None if member.facts is None else member.facts.window)
         if events.stored:
             member.stored_s = self._clock.monotonic()
         with self._logging_drain(member):

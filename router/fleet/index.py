@@ -27,6 +27,7 @@ from itertools import repeat
 from common.block_hash import BlockHashes
 from common.ids import WorkerId
 from common.kv_events import KvEvents
+from engine.window import BlockWindow
 from router.fleet.block_ages import BlockAges, EvictedBlocks
 from router.fleet.expectations import Expectations
 from router.fleet.prefix_groups import STAMP_BITS, Group, held_groups, merged, slot_bit, usable_groups
@@ -73,14 +74,14 @@ class PrefixIndex:
 
     # Changes.
 
-    def apply(self, worker_id: WorkerId, events: KvEvents, *, window_blocks: int = 0) -> None:
+    def apply(self, worker_id: WorkerId, events: KvEvents, *, window: BlockWindow | None = None) -> None:
         """Apply a batch of events of the worker. A snapshot replaces everything, expectations included.
 
-        `window_blocks`: blocks whose window pages it takes to go on behind them; 0: the worker has no such pages.
+        `window`: that whose pages it takes to go on behind blocks; None: the worker has no such pages.
         """
         if events.is_snapshot:
             self.drop(worker_id)
-        slot = self._slots.of(worker_id, window_blocks)
+        slot = self._slots.of(worker_id, window)
         removed, stored = events.removed.keys, events.stored.keys
         if removed:
             self._settle(slot, removed)
@@ -110,9 +111,9 @@ class PrefixIndex:
             unconfirmed += self._unconfirmed(slot, keys, olds)
             self._put(slot, keys, olds)
         self._expectations.add(slot, unconfirmed, expires_s=expires_s)
-        if window_blocks := self._slots.window_of.get(slot, 0):
-            awaited = set(unconfirmed)
-            keys = [key for key in hashes.keys[-window_blocks:] if key in awaited]
+        if (window := self._slots.window_of.get(slot)) is not None:
+            awaited, keys = set(unconfirmed), hashes.keys
+            keys = [key for key in keys[window.first_needed(len(keys)) :] if key in awaited]
             unconfirmed = self._unconfirmed(slot + 1, keys, list(map(self._values.get, keys, repeat(0))))
             self._set_pages(slot, keys)
             self._expectations.add(slot + 1, unconfirmed, expires_s=expires_s)
@@ -176,10 +177,10 @@ class PrefixIndex:
     def _usable(self, groups: list[Group], view: IndexView) -> list[Group]:
         """Return what workers can use of the blocks that they hold."""
         usable: list[Group] = []
-        for window_blocks, bits in self._slots.with_window.items():
+        for window, bits in self._slots.with_window.items():
             mask = bits >> STAMP_BITS
             held = merged((min(end, view.num_usable), workers & mask) for end, workers in groups if workers & mask)
-            usable += usable_groups(held, view.paged, window_blocks=window_blocks)
+            usable += usable_groups(held, view.paged, window)
             groups = [(end, workers & ~mask) for end, workers in groups if workers & ~mask]
         return merged([*groups, *usable])
 

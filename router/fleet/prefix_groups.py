@@ -1,11 +1,13 @@
 """Groups of workers that hold, or can use, equally much of a prompt.
 
-A worker whose model has window pages (`engine/pages/window_pages.py`) begins behind k cached blocks only if the last
-blocks of these, as many as its window has, have pages.
+A worker whose model has window pages (`engine/pages/window_pages.py`) begins behind k cached blocks only if those
+in the window before their end have pages.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from engine.window import BlockWindow
 
 STAMP_BITS = 36
 """Low bits of the index's values; a bit for each slot follows."""
@@ -49,7 +51,7 @@ def held_groups(keys: Sequence[int], values: Mapping[int, int], live: int) -> li
     return groups
 
 
-def usable_groups(held: Iterable[Group], paged: Callable[[int], int], *, window_blocks: int) -> list[Group]:
+def usable_groups(held: Iterable[Group], paged: Callable[[int], int], window: BlockWindow) -> list[Group]:
     """Return how many blocks workers can begin behind that hold `held`; both fewest first, each number once.
 
     `paged` returns a mask of the workers for which block i has a page. Walks once from the end of the prompt to its
@@ -69,7 +71,7 @@ def usable_groups(held: Iterable[Group], paged: Callable[[int], int], *, window_
             if candidates and candidates[-1][0] == position:
                 workers |= candidates.pop()[1]
             candidates.append((position, workers))
-        while candidates and (not position or candidates[0][0] - position >= window_blocks):
+        while candidates and position <= window.first_needed(candidates[0][0]):
             usable.append(candidates.popleft())
             concerned ^= usable[-1][1]
         if not candidates:
@@ -83,7 +85,7 @@ def usable_groups(held: Iterable[Group], paged: Callable[[int], int], *, window_
         # The same pages further on change nothing before other workers join, or the last window is complete.
         stop = waiting[-1][0] if waiting else 0
         if not missing:
-            stop = max(stop, candidates[-1][0] - window_blocks)
+            stop = max(stop, window.first_needed(candidates[-1][0]))
         position -= 1
         while position > stop and not (paged(position - 1) ^ here) & concerned:
             position -= 1

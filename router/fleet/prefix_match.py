@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 
 from common.ids import WorkerId
+from engine.window import BlockWindow
 from router.fleet.expectations import Expectations
 from router.fleet.prefix_groups import STAMP_BITS, slot_bit, usable_groups
 
@@ -33,8 +34,8 @@ class IndexView:
     expectations: Expectations
     num_usable: int
     """Most leading blocks that the request can use."""
-    window_of: Mapping[int, int]
-    """Windows in blocks, by the slots of the workers that count only as far as they can begin."""
+    window_of: Mapping[int, BlockWindow]
+    """Windows, by the slots of the workers that count only as far as they can begin."""
     longest_held: int
     """Leading blocks that the best worker holds, of use or not."""
 
@@ -51,7 +52,7 @@ class IndexView:
             return 0 if self.keys[i] in unsure else self.paged(i)
 
         held = [(min(num_held, self.num_usable), 1 << slot)]
-        usable = usable_groups(held, paged, window_blocks=self.window_of[slot])
+        usable = usable_groups(held, paged, self.window_of[slot])
         return usable[-1][0] if usable else 0
 
 

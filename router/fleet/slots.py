@@ -5,6 +5,7 @@ such a page. Pairs stay pairs.
 """
 
 from common.ids import WorkerId
+from engine.window import BlockWindow
 from router.fleet.prefix_groups import slot_bit
 
 
@@ -15,9 +16,9 @@ class Slots:
         self.by_worker: dict[WorkerId, int] = {}
         self.owners: list[WorkerId | None] = []
         """Owner of each slot, None for second ones. Replaced, never changed, because matches keep a reference."""
-        self.window_of: dict[int, int] = {}
-        """Window in blocks of the present or last owner, by the first slot of each pair."""
-        self.with_window: dict[int, int] = {}
+        self.window_of: dict[int, BlockWindow] = {}
+        """Window of the present or last owner, by the first slot of each pair."""
+        self.with_window: dict[BlockWindow, int] = {}
         """Bits of the first slots of pairs that have owners, by the window."""
         self.holders = 0
         """Bits of all slots that have owners."""
@@ -26,16 +27,16 @@ class Slots:
         self._free: list[int] = []
         self._free_pairs: list[int] = []
 
-    def of(self, worker_id: WorkerId, window_blocks: int = 0) -> int:
+    def of(self, worker_id: WorkerId, window: BlockWindow | None = None) -> int:
         """Return the slot of a worker, which gets one, or a pair if it has a window."""
         slot = self.by_worker.get(worker_id)
         if slot is None:
-            free = self._free_pairs if window_blocks else self._free
+            free = self._free if window is None else self._free_pairs
             slot = free.pop() if free else len(self.owners)
             self.by_worker[worker_id] = slot
-            if window_blocks:
-                self.window_of[slot] = window_blocks
-                self.with_window[window_blocks] = self.with_window.get(window_blocks, 0) | slot_bit(slot)
+            if window is not None:
+                self.window_of[slot] = window
+                self.with_window[window] = self.with_window.get(window, 0) | slot_bit(slot)
             self._own(slot, worker_id)
             self.holders |= slot_bit(slot)
             self.live |= self.bits(slot)
@@ -48,10 +49,10 @@ class Slots:
             self._own(slot, None)
             self.holders &= ~slot_bit(slot)
             self.live &= ~self.bits(slot)
-            if (window_blocks := self.window_of.get(slot)) is not None:
-                self.with_window[window_blocks] &= ~slot_bit(slot)
-                if not self.with_window[window_blocks]:
-                    del self.with_window[window_blocks]
+            if (window := self.window_of.get(slot)) is not None:
+                self.with_window[window] &= ~slot_bit(slot)
+                if not self.with_window[window]:
+                    del self.with_window[window]
         return slot
 
     def free(self, slot: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from common.block_hash import BlockHashes
+from common.ids import WorkerId
+from common.kv_events import KvEvents
 from engine.executor import Executor
 from engine.fake import FakeExecutor
 from engine.fake_pages import FakeWindow
@@ -20,8 +22,12 @@ from tests.served_router import TIMEOUT_S
 ROUTER: dict[str, Any] = {"policy": "longest_prefix", "local_prefill_max_tokens": 0}
 WINDOWS = pytest.mark.parametrize(
     "window",
-    [FakeWindow(num_tokens=10, num_pages=20), FakeWindow(num_tokens=1, num_pages=14, is_state=True)],
-    ids=["window", "state"],
+    [
+        FakeWindow(num_tokens=10, num_pages=20),
+        FakeWindow(num_tokens=10, num_pages=20, is_chunk=True),
+        FakeWindow(num_tokens=1, num_pages=14, is_state=True),
+    ],
+    ids=["window", "chunks", "state"],
 )
 
 
@@ -38,22 +44,22 @@ async def running(window: FakeWindow) -> AsyncIterator[System]:
         yield system
 
 
+def has_heard(system: System, worker_id: WorkerId, events: KvEvents) -> bool:
+    """Return whether a router knows which of a worker's blocks have window pages, and expects nothing any more."""
+    index, paged = system.router.door.parts.index, set(events.paged)
+    alone = ((each, index.match(BlockHashes.of((each,)), num_usable=1)) for each in events.stored)
+    return not index.num_expected and all(found.get(worker_id) == (each in paged) for each, found in alone)
+
+
 async def ask(system: System, prompt: list[int], **sampling: Any) -> Generation:
     """Return an answer, when the router has heard of all that the workers hold then."""
     async with system.client() as client:
         answer = await client.generate(prompt, **{"max_tokens": 1, "temperature": 0.0, "ignore_eos": True} | sampling)
-    index = system.router.door.parts.index
     await system.until_idle()
-    for name, worker in system.workers.items():
+    for worker in system.workers.values():
         events = await worker.runtime.engine.call(lambda core: core.snapshot())
-        paged = set(events.paged)
-
-        def has_heard(name: str = name, stored: BlockHashes = events.stored, paged: set[bytes] = paged) -> bool:
-            alone = ((each in paged, index.match(BlockHashes.of((each,)), num_usable=1).get(name)) for each in stored)
-            return not index.num_expected and all(here == known for here, known in alone)
-
         async with asyncio.timeout(TIMEOUT_S):
-            while not has_heard():  # noqa: ASYNC110 - no event tells it
+            while not has_heard(system, worker.runtime.worker_id, events):  # noqa: ASYNC110 - no event tells it
                 await asyncio.sleep(0.001)
     return answer
 

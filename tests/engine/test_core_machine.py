@@ -185,9 +185,9 @@ class WindowMachine(CoreMachine):
     @invariant()
     def routers_know_how_much_of_each_text_can_be_reused(self) -> None:
         worker, pool, shape = WorkerId("w"), self.core.pool, self.core.executor.kv.shape
-        self.index.apply(worker, decode_events(encode_events(pool.drain_events())), window_blocks=shape.window_blocks)
+        self.index.apply(worker, decode_events(encode_events(pool.drain_events())), window=shape.block_window)
         fresh = PrefixIndex()
-        fresh.apply(worker, decode_events(encode_events(pool.snapshot())), window_blocks=shape.window_blocks)
+        fresh.apply(worker, decode_events(encode_events(pool.snapshot())), window=shape.block_window)
         for sequence in (s for work in self.works for s in work.group.sequences):
             num_reusable, hashes = sequence.num_reusable_blocks, BlockHashes.of(sequence.block_hashes)
             for index in (self.index, fresh):

@@ -13,21 +13,28 @@ WORKER = WorkerId("w")
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9])
-@pytest.mark.parametrize("window", [8, 10, 1])
-def test_routers_hear_which_prefixes_have_lost_their_windows(window: int, max_tokens: int) -> None:
-    pages = FakeWindow(num_tokens=window, num_pages=14, is_state=window == 1)
-    core, index = make_core(num_blocks=200, max_step_tokens=6, max_steps_in_flight=1, window=pages), PrefixIndex()
-    window_blocks = core.executor.kv.shape.window_blocks
-    assert window_blocks == {8: 2, 10: 3, 1: 1}[window]
+@pytest.mark.parametrize(
+    "window",
+    [
+        FakeWindow(num_tokens=8, num_pages=14),
+        FakeWindow(num_tokens=10, num_pages=14),
+        FakeWindow(num_tokens=10, num_pages=14, is_chunk=True),
+        FakeWindow(num_tokens=1, num_pages=14, is_state=True),
+    ],
+    ids=["window", "uneven window", "chunks", "state"],
+)
+def test_routers_hear_which_prefixes_have_lost_their_windows(window: FakeWindow, max_tokens: int) -> None:
+    core, index = make_core(num_blocks=200, max_step_tokens=6, max_steps_in_flight=1, window=window), PrefixIndex()
+    block_window = core.executor.kv.shape.block_window
     texts = [[32 + seed] * (BLOCK_SIZE * 5 + seed % 3) for seed in range(20)]
     lost: set[bool] = set()
     for text in texts:
         submit(core, make_request(text, max_tokens=max_tokens, ignore_eos=True))
         while core.has_work:
             step(core)
-            index.apply(WORKER, core.report().kv_events, window_blocks=window_blocks)
+            index.apply(WORKER, core.report().kv_events, window=block_window)
         fresh = PrefixIndex()
-        fresh.apply(WORKER, core.snapshot(), window_blocks=window_blocks)
+        fresh.apply(WORKER, core.snapshot(), window=block_window)
         for known in texts:
             hashes = make_request(known).block_hashes
             usable = core.pool.num_usable(hashes, len(hashes))

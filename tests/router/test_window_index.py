@@ -6,19 +6,40 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.ids import WorkerId
 from common.kv_events import KvEvents
+from engine.window import BlockWindow, Window
 from router.fleet.index import PrefixIndex
 from router.fleet.prefix_groups import MAX_LOOKS, usable_groups
 from tests.router.test_index import blocks
 
-PLAIN, STATES, WINDOW = WorkerId("plain"), WorkerId("states"), WorkerId("window")
-WINDOW_BLOCKS = {PLAIN: 0, STATES: 1, WINDOW: 3}
-NUM_BLOCKS = 8
+PLAIN, STATES, WINDOW, CHUNKS = map(WorkerId, ("plain", "states", "window", "chunks"))
+BLOCK_SIZE, NUM_BLOCKS = 2, 8
+STATE = BlockWindow(window=Window(num_tokens=1), block_size=BLOCK_SIZE)
+WINDOWS = {
+    PLAIN: None,
+    STATES: STATE,
+    WINDOW: BlockWindow(window=Window(num_tokens=5), block_size=BLOCK_SIZE),
+    CHUNKS: BlockWindow(window=Window(num_tokens=5, is_chunk=True), block_size=BLOCK_SIZE),
+}
 
 
-def usable_end(num_held: int, pages: set[int], window_blocks: int) -> int:
-    """Return the most blocks, of the first `num_held` ones, whose last ones have pages."""
-    ends = range(num_held, -1, -1)
-    return next(end for end in ends if pages.issuperset(range(max(0, end - window_blocks), end)))
+def needed(num_blocks: int, window: BlockWindow | None) -> set[int]:
+    """Return the blocks with tokens that the last token of leading ones sees."""
+    if window is None or not num_blocks:
+        return set()
+    last, size = num_blocks * BLOCK_SIZE - 1, window.window.num_tokens
+    seen = range(last + 1)
+    if window.window.is_chunk:
+        return {token // BLOCK_SIZE for token in seen if token // size == last // size}
+    return {token // BLOCK_SIZE for token in seen[-size:]}
+
+
+def usable_end(num_held: int, pages: set[int], window: BlockWindow | None) -> int:
+    """Return the most blocks, of the first `num_held` ones, behind which a worker with these window pages begins."""
+    return next(end for end in range(num_held, -1, -1) if needed(end, window) <= pages)
+
+
+def leading(numbers: set[int], most: int) -> int:
+    return next((i for i in range(most) if i not in numbers), most)
 
 
 class AgainstNaive(RuleBasedStateMachine):
@@ -27,15 +48,15 @@ class AgainstNaive(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex(chunk_keys=2)
-        self.held: dict[WorkerId, set[int]] = {worker: set() for worker in WINDOW_BLOCKS}
-        self.pages: dict[WorkerId, set[int]] = {worker: set() for worker in WINDOW_BLOCKS}
+        self.held: dict[WorkerId, set[int]] = {worker: set() for worker in WINDOWS}
+        self.pages: dict[WorkerId, set[int]] = {worker: set() for worker in WINDOWS}
         self.expected: dict[tuple[WorkerId, str, int], float] = {}
         """Times until which blocks ("block") and window pages ("page") are expected, beside those that are there."""
         self.now_s = 0.0
-        for worker in WINDOW_BLOCKS:
+        for worker in WINDOWS:
             self.apply(worker, [], [], [], [], True)
 
-    workers = st.sampled_from(list(WINDOW_BLOCKS))
+    workers = st.sampled_from(list(WINDOWS))
     numbers = st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=8)
 
     @rule(worker=workers, stored=numbers, removed=numbers, paged=numbers, unpaged=numbers, is_snapshot=st.booleans())
@@ -58,11 +79,11 @@ class AgainstNaive(RuleBasedStateMachine):
         )
         if is_snapshot:
             self.forget(worker)
-        self.index.apply(worker, events, window_blocks=WINDOW_BLOCKS[worker])
+        self.index.apply(worker, events, window=WINDOWS[worker])
         self.settle(worker, ("block", "page"), {*removed, *stored})
         self.held[worker] = self.held[worker] - set(removed) | set(stored)
         self.pages[worker] -= {*removed, *stored}
-        if WINDOW_BLOCKS[worker]:
+        if WINDOWS[worker]:
             known = self.known(worker, "block")
             self.settle(worker, ("page",), {*paged, *unpaged})
             self.pages[worker] = (self.pages[worker] | set(paged) & known) - set(unpaged)
@@ -71,8 +92,8 @@ class AgainstNaive(RuleBasedStateMachine):
     def expect(self, worker: WorkerId, first: int, num: int) -> None:
         numbers = list(range(first, min(NUM_BLOCKS, first + num)))
         self.index.expect(worker, blocks(*numbers), expires_s=self.now_s + 5)
-        window_blocks = WINDOW_BLOCKS[worker]
-        paged = [n for n in numbers[-window_blocks:] if n not in self.held[worker]] if window_blocks else []
+        at_end = {numbers[i] for i in needed(len(numbers), WINDOWS[worker])}
+        paged = [number for number in at_end if number not in self.held[worker]]
         for kind, those, there in (("block", numbers, self.held), ("page", paged, self.pages)):
             self.expected |= {(worker, kind, n): self.now_s + 5 for n in those if n not in there[worker]}
 
@@ -107,25 +128,20 @@ class AgainstNaive(RuleBasedStateMachine):
 
     @invariant()
     def same_answers(self) -> None:
+        text = blocks(*range(NUM_BLOCKS))
         for num_usable in (NUM_BLOCKS, NUM_BLOCKS - 1, NUM_BLOCKS // 2):
-            for worker, window_blocks in WINDOW_BLOCKS.items():
-                matches = self.index.match(blocks(*range(NUM_BLOCKS)), num_usable=num_usable)
-                most = num_usable if window_blocks else NUM_BLOCKS
-
-                def usable(kept: set[int], pages: set[int], most: int = most, window: int = window_blocks) -> int:
-                    num_held = next((i for i in range(most) if i not in kept), most)
-                    return usable_end(num_held, pages, window)
+            for worker, window in WINDOWS.items():
+                matches = self.index.match(text, num_usable=num_usable)
+                most = num_usable if window else NUM_BLOCKS
 
                 blocks_known, pages_known = self.known(worker, "block"), self.known(worker, "page")
-                exact = usable(blocks_known, pages_known)
+                exact = usable_end(leading(blocks_known, most), pages_known, window)
                 assert matches.get(worker) >= exact
                 was_exact = matches.get(worker) == exact
                 assert matches.verify(worker) is was_exact
                 assert matches.get(worker) == exact
-                sure = self.held[worker], self.pages[worker]
-                assert self.index.match(blocks(*range(NUM_BLOCKS)), num_usable=num_usable).count_present(
-                    worker
-                ) == usable(*sure)
+                present = usable_end(leading(self.held[worker], most), self.pages[worker], window)
+                assert self.index.match(text, num_usable=num_usable).count_present(worker) == present
 
 
 AgainstNaive.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
@@ -134,10 +150,10 @@ TestAgainstNaive = AgainstNaive.TestCase
 
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.sets(st.integers(0, 8))), min_size=1, max_size=4),
-    st.integers(1, 5),
+    st.sampled_from([window for window in WINDOWS.values() if window is not None]),
 )
 def test_workers_begin_behind_the_last_whole_window_of_each(
-    workers: list[tuple[int, set[int]]], window_blocks: int
+    workers: list[tuple[int, set[int]]], window: BlockWindow
 ) -> None:
     ends: dict[int, int] = {}
     for slot, (num_held, _pages) in enumerate(workers):
@@ -145,10 +161,10 @@ def test_workers_begin_behind_the_last_whole_window_of_each(
     groups = usable_groups(
         sorted(ends.items()),
         lambda i: sum(1 << slot for slot, (_held, pages) in enumerate(workers) if i in pages),
-        window_blocks=window_blocks,
+        window,
     )
     found = {slot: end for end, mask in groups for slot in range(len(workers)) if mask >> slot & 1}
-    expected = {slot: usable_end(num_held, pages, window_blocks) for slot, (num_held, pages) in enumerate(workers)}
+    expected = {slot: usable_end(num_held, pages, window) for slot, (num_held, pages) in enumerate(workers)}
     assert found == {slot: end for slot, end in expected.items() if end}
     assert groups == sorted(groups)
 
@@ -160,7 +176,8 @@ def test_search_for_a_window_ends_after_a_number_of_looks() -> None:
         looks.append(i)
         return i & 1
 
-    assert usable_groups([(10 * MAX_LOOKS, 1)], paged, window_blocks=2) == []
+    window = BlockWindow(window=Window(num_tokens=5), block_size=BLOCK_SIZE)
+    assert usable_groups([(10 * MAX_LOOKS, 1)], paged, window) == []
     assert len(looks) < 3 * MAX_LOOKS
 
 
@@ -168,8 +185,8 @@ def test_blocks_forgotten_for_memory_take_their_window_pages_with_them() -> None
     index = PrefixIndex(max_blocks=4, chunk_keys=1)
     for first in (0, 4):
         numbers = blocks(*range(first, first + 4))
-        index.apply(STATES, KvEvents(stored=numbers, paged=numbers), window_blocks=1)
-    index.apply(STATES, KvEvents(paged=blocks(*range(4))), window_blocks=1)
+        index.apply(STATES, KvEvents(stored=numbers, paged=numbers), window=STATE)
+    index.apply(STATES, KvEvents(paged=blocks(*range(4))), window=STATE)
     assert index.num_blocks == 4
-    index.apply(STATES, KvEvents(stored=blocks(0)), window_blocks=1)
+    index.apply(STATES, KvEvents(stored=blocks(0)), window=STATE)
     assert (index.match(blocks(0)).longest, index.match(blocks(0), num_usable=1).longest) == (1, 0)

@@ -50,7 +50,7 @@ _HINTS: Hints = {
     "block_size": (4, 0, 8),
     "fingerprint": ("fake-v1-4", "other"),
     "seq": (0, 1, 2, 3),
-    "window_blocks": (0, 1, 3, 2**32 - 1),
+    "window_tokens": (0, 1, 9, 2**32 - 1),
     "num_samples": (0, 1, 100, 2**63),
     "max_step_tokens": (0, 1, 32),
     "prefill_backlog_s": (0.0, 1.0),
