@@ -126,11 +126,11 @@ class PlacementRequest:
     gap_error: float = 1.0
     """Factor by which most mean gaps have exceeded their prediction lately."""
     cached_blocks: Mapping[WorkerId, int] = field(default_factory=dict)
-    """Leading blocks that each worker holds; a worker that holds none is absent."""
+    """Leading blocks that each worker holds and can use (`router/fleet/prefix_groups.py`); without any it is absent."""
     longest_holders: Callable[[], Iterator[tuple[int, WorkerId]]] | None = None
     """Yields the (blocks, worker) of `cached_blocks`, most blocks first. None: they are sorted."""
     count_present: Callable[[WorkerId], int] | None = None
-    """Returns how many leading blocks a worker has really stored; `cached_blocks` also counts those that it was sent to
+    """Returns how many of these a worker has really stored; `cached_blocks` also counts those that it was sent to
     compute. None: all are present."""
 
     @property

@@ -41,7 +41,13 @@ class Router:
         self.alarms = Alarms(members=lambda: self.members, block_size=lambda: BLOCK_SIZE, clock=self.clock)
 
     def decide(
-        self, *, predicted: int = 0, found: int | None = 0, worker_id: WorkerId = P0, num_hashed_blocks: int = 10
+        self,
+        *,
+        predicted: int = 0,
+        found: int | None = 0,
+        worker_id: WorkerId = P0,
+        num_hashed_blocks: int = 10,
+        num_held_blocks: int = 0,
     ) -> DecisionRecord:
         """Decide a request and end it; the alarms see the decision."""
         plan = Plan(answering=worker_id, predicted_cached_tokens=predicted, reason="test")
@@ -52,6 +58,7 @@ class Router:
             plan=plan,
             decided_s=self.clock.monotonic(),
             num_hashed_blocks=num_hashed_blocks,
+            num_held_blocks=num_held_blocks,
             num_cached_tokens=found,
             ttft_s=None if found is None else 0.1,
         )
@@ -144,6 +151,16 @@ def test_worker_that_computes_but_reports_no_block_raises_an_alarm() -> None:
     assert router.standing() == ["no_kv_events"]
     router.hear_of_blocks(P0)
     assert router.standing() == []
+
+
+def test_worker_that_computes_what_it_holds_without_windows_raises_nothing() -> None:
+    router = Router()
+    for _ in range(MIN_UNREPORTED):
+        router.decide(found=0, num_held_blocks=10)
+        router.clock.advance(SILENCE_S / 2)
+    assert router.standing() == []
+    compute_unreported(router, MIN_UNREPORTED)
+    assert router.standing() == ["no_kv_events"]
 
 
 @pytest.mark.parametrize(("num_prompts", "wait_s"), [(MIN_UNREPORTED - 1, 100.0), (MIN_UNREPORTED, 0.0)])
