@@ -153,7 +153,8 @@ async def test_loop_of_calls_and_results_has_the_prompts_of_a_chat(openai: Async
     same = await openai.chat.completions.create(
         model="fake", messages=chat_turns, tools=[WEATHER], tool_choice="none", **OPTIONS
     )
-    assert [block["text"] for block in answer["content"]] == [same.choices[0].message.content]
+    # The id in the prompt is another one each time, and so is the answer, which may be empty.
+    assert "".join(block["text"] for block in answer["content"]) == same.choices[0].message.content
     assert same.usage is not None
     assert timeless(answer)["usage"][0] == same.usage.prompt_tokens == counted["input_tokens"]
 
