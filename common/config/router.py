@@ -16,7 +16,7 @@ MIN_KEY_CHARS = 16
 
 
 def checked_key(key: str) -> str:
-    """Return an API key, or the name of the environment variable that holds it. Raises ValueError for a short key."""
+    """Return a secret, or the name of the environment variable that holds it. Raises ValueError for a short secret."""
     if not key.startswith(ENV_PREFIX) and len(key) < MIN_KEY_CHARS:
         raise ValueError(f"has {len(key)} characters; at least {MIN_KEY_CHARS}")
     return key
@@ -78,7 +78,7 @@ class RouterConfig(Section):
     allowed_origins: Annotated[tuple[Origin, ...], Field(max_length=32), Need.ROUTERS] = ()
     """Origins of [web pages](security.md#web-pages), such as `https://chat.example.com`, that may call the HTTP door
     from a browser. `*`: all of them."""
-    salt_secret: Annotated[str | None, Field(min_length=16), Need.ROUTERS] = None
+    salt_secret: Annotated[Annotated[str, AfterValidator(checked_key)] | None, Need.ROUTERS] = None
     """Secret from which tenants' cache salts and the key of all block hashes are derived, at least 16 characters; equal
     on all routers of a cluster. `null`: the controller draws the key of block hashes once and keeps it in the run
     folder (`tls/block.key`). `env:NAME` reads an environment variable."""

@@ -107,7 +107,7 @@ def make_authenticator(config: ServingConfig, credentials: Credentials | None = 
         limits = next(iter(config.tenants), None)
         anybody = ANYBODY if limits is None else replace(_tenant(limits, cache_salt=""), is_operator=True)
         return Authenticator(anybody=anybody, tenants={})
-    secret = _resolve(config.router.salt_secret or "", "router.salt_secret")
+    secret = _salt_secret(config)
     tenants: dict[bytes, Tenant] = {}
     for position, tenant_config in enumerate(config.tenants):
         what = "shared" if tenant_config.share_cache else f"tenant\0{tenant_config.name}"
@@ -123,36 +123,40 @@ def make_authenticator(config: ServingConfig, credentials: Credentials | None = 
 def make_block_key(config: ServingConfig, issued: bytes) -> bytes:
     """Return the key of all block hashes: derived from `router.salt_secret`, else the one that the authority `issued`.
 
-    Raises ConfigError when the environment variable of the secret is not set.
+    Raises ConfigError when the environment variable of the secret is not set, or is short.
     """
-    secret = _resolve(config.router.salt_secret or "", "router.salt_secret")
+    secret = _salt_secret(config)
     if not secret:
         return issued
     key = hashlib.sha256(secret.encode()).digest()
     return hashlib.blake2b(key=key, person=b"kvrelay-block", digest_size=32).digest()
 
 
+def _salt_secret(config: ServingConfig) -> str:
+    """Return the secret of salts and block hashes, or "" without one."""
+    return _resolved_key(config.router.salt_secret, "router.salt_secret") if config.router.salt_secret else ""
+
+
 def _keys(config: TenantConfig, where: str) -> Sequence[bytes]:
     """Return the SHA-256 of every key of a tenant."""
     keys = [bytes.fromhex(digest) for digest in config.api_key_sha256]
     for position, value in enumerate(config.api_keys):
-        name = f"{where}.api_keys.{position}"
-        try:
-            key = checked_key(_resolve(value, name))
-        except ValueError as error:
-            raise ConfigError(str(error), key=name) from error
+        key = _resolved_key(value, f"{where}.api_keys.{position}")
         keys.append(hashlib.sha256(key.encode()).digest())
     return keys
 
 
-def _resolve(value: str, where: str) -> str:
-    """Return the value, or the content of the environment variable that it names."""
-    if not value.startswith(ENV_PREFIX):
-        return value
-    name = value.removeprefix(ENV_PREFIX)
-    if not os.environ.get(name):
-        raise ConfigError(f"the environment variable {name} is not set", key=where)
-    return os.environ[name]
+def _resolved_key(value: str, where: str) -> str:
+    """Return the secret, or what the environment variable that it names holds. Raises ConfigError for a short one."""
+    if value.startswith(ENV_PREFIX):
+        name = value.removeprefix(ENV_PREFIX)
+        value = os.environ.get(name, "")
+        if not value:
+            raise ConfigError(f"the environment variable {name} is not set", key=where)
+    try:
+        return checked_key(value)
+    except ValueError as error:
+        raise ConfigError(str(error), key=where) from error
 
 
 def _salt(secret: str, what: str) -> str:

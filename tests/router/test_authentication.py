@@ -101,6 +101,17 @@ def test_block_key_follows_from_the_secret_or_is_the_issued_one() -> None:
     assert make_block_key(configs[2], issued) == issued
 
 
+def test_length_of_a_salt_is_that_of_the_secret_not_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = serving({"name": "a", "api_keys": [KEY_A]}, secret="env:SALT")
+    monkeypatch.setenv("SALT", SECRET)
+    assert identify(config, KEY_A).cache_salt == salt("a")
+    monkeypatch.setenv("SALT", "short")
+    for use in (make_authenticator, lambda config: make_block_key(config, b"")):
+        with pytest.raises(ConfigError, match="has 5 characters; at least 16") as caught:
+            use(config)
+        assert caught.value.key == "router.salt_secret"
+
+
 @pytest.mark.parametrize(
     ("tenants", "reason"),
     [
