@@ -294,8 +294,9 @@ class EngineCore:
     def _check_windows_fit(self, leader: Sequence) -> None:
         windows, num_pages = self.pool.windows, self.scheduler.pages.windows.quota_of(leader)
         if windows is not None and windows.is_scarce and num_pages > windows.num_pages:
+            kind = "window" if windows.snapshots is None else "state"
             raise PromptTooLong(
-                f"{leader.request.sampling.n} samples need {num_pages} pages for the model's windows; this worker has"
+                f"n is {leader.request.sampling.n}, which needs {num_pages} {kind} pages; this worker has"
                 f" {windows.num_pages}",
                 field="n",
             )

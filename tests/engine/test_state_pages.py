@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from common.errors import InvalidRequest, PromptTooLong
 from engine.core import EngineCore
 from engine.fake_pages import FakeWindow, fake_shape
 from engine.kv_store import KvShape, WindowedLayers
@@ -119,3 +120,12 @@ def test_budget_gives_each_sequence_its_states_and_the_rest_to_both_kinds() -> N
     assert num_pages == num_blocks * 16 // 1024 > 4 * STATE_QUOTA
     assert 0.99 < (num_blocks * shape.block_bytes + num_pages * shape.window_page_bytes) / (64 << 30) <= 1
     assert num_pages_beside(100, shape, 2048) == 4 * STATE_QUOTA
+
+
+def test_samples_without_states_and_beams_are_refused_by_name() -> None:
+    core = _core(num_pages=12)
+    with pytest.raises(PromptTooLong, match="n is 5, which needs 15 state pages; this worker has 12"):
+        submit(core, make_request(_text(1, BLOCK_SIZE * 4), n=5, max_tokens=2))
+    with pytest.raises(InvalidRequest, match="recurrent layers has no beam search"):
+        submit(core, make_request(_text(1, BLOCK_SIZE * 4), n=2, use_beam_search=True, max_tokens=2))
+    assert_empty(core)
