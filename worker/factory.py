@@ -62,7 +62,8 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
         return None
     if not executor.verifies_drafts:
         logger.warning(
-            "model.speculation is off for %s: it needs the compiled CPU kernels, and no recurrent layers",
+            "model.speculation is off for %s: it needs attention by the compiled CPU kernels, which latent attention"
+            " does not have, and no recurrent layers",
             executor.model_name,
         )
         return None

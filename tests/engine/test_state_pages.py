@@ -116,7 +116,9 @@ def test_budget_gives_each_sequence_its_states_and_the_rest_to_both_kinds() -> N
         fingerprint="test",
         windowed=WindowedLayers(layers=tuple(i for i in range(48) if (i + 1) % 4), num_tokens=1, state_size=548_864),
     )
-    num_blocks, num_pages = split_budget(64 << 30, shape, 2048)
+    for gib, documented in {1: (5_088, 12), 4: (42_192, 41), 16: (168_816, 164), 64: (675_296, 659)}.items():
+        num_blocks, num_pages = split_budget(gib << 30, shape, 2048)
+        assert (num_blocks * 16, num_pages) == documented
     assert num_pages == num_blocks * 16 // 1024 > 4 * STATE_QUOTA
     assert 0.99 < (num_blocks * shape.block_bytes + num_pages * shape.window_page_bytes) / (64 << 30) <= 1
     assert num_pages_beside(100, shape, 2048) == 4 * STATE_QUOTA
