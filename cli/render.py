@@ -225,7 +225,18 @@ def _router_lines(router: RouterStatus, *, address: str, waiting: str) -> list[R
 
 
 def _worker_table(workers: Sequence[WorkerView]) -> RenderableType:
-    counts = ("run", "wait", "pages used", "cached", "total", "leases", "reserved", "tasks", "preempted")
+    counts = (
+        "run",
+        "wait",
+        "pages used",
+        "cached",
+        "total",
+        "window pages",
+        "leases",
+        "reserved",
+        "tasks",
+        "preempted",
+    )
     headers = ("worker", "state", *counts, "prefix hits", "drafts right", "KV in", "KV out", "up", "pid")
     rows = ([worker.worker_id, _worker_state(worker), *_worker_cells(worker)] for worker in workers)
     return SplitTable(headers, rows, num_left=2)
@@ -251,12 +262,14 @@ def _worker_cells(worker: WorkerView) -> list[str]:
     num_prompt_tokens = status.num_cached_tokens + status.num_computed_tokens
     hits = _share(status.num_cached_tokens, num_prompt_tokens)
     right = _share(status.num_accepted_tokens, status.num_drafted_tokens)
+    load = status.load
     counts = (
-        status.load.num_running,
-        status.load.num_waiting,
+        load.num_running,
+        load.num_waiting,
         status.num_used_blocks,
         status.num_cached_blocks,
-        status.load.num_blocks,
+        load.num_blocks,
+        f"{load.num_promised_window_pages} of {load.num_window_pages}" if load.num_window_pages else "–",
         status.num_leases,
         status.num_reservations,
         status.num_request_tasks,

@@ -140,6 +140,9 @@ class EngineLoad:
     """Prompt tokens found in the cache, since start."""
     num_computed_tokens: int
     """Prompt tokens computed, since start."""
+    num_window_pages: int = 0
+    """Pages of layers with a window, or of recurrent layers' states."""
+    num_promised_window_pages: int = 0
     drafts: tuple[DraftCounts, ...] = ()
     """Draft tokens since start, by their place in the draft."""
     measured_s: float

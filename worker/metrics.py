@@ -28,6 +28,8 @@ class RuntimeCollector(Collector):
             "kvrelay_kv_blocks_used": ("KV blocks held by sequences, reservations or leases", load.num_used_blocks),
             "kvrelay_kv_blocks_cached": ("Free KV blocks that hold reusable KV", load.num_cached_blocks),
             "kvrelay_kv_blocks": ("KV blocks in all", load.num_blocks),
+            "kvrelay_window_pages": ("Pages of layers with a window, or of states", load.num_window_pages),
+            "kvrelay_window_pages_promised": ("Those promised to sequences", load.num_promised_window_pages),
             "kvrelay_sequences_running": ("Sequences in the running batch", load.num_running),
             "kvrelay_sequences_waiting": ("Sequences waiting", load.num_waiting),
             "kvrelay_reservations": ("Reservations that a transfer fills", load.num_reserved),

@@ -40,6 +40,8 @@ def measure_load(scheduler: Scheduler, *, now_s: float) -> EngineLoad:
         num_preemptions=scheduler.num_preemptions,
         num_cached_tokens=scheduler.num_cached_tokens,
         num_computed_tokens=scheduler.num_computed_tokens,
+        num_window_pages=0 if pool.windows is None else pool.windows.num_pages,
+        num_promised_window_pages=0 if pool.windows is None else pool.windows.num_promised,
         drafts=speculator.counts if speculator is not None else (),
         measured_s=now_s,
     )

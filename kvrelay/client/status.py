@@ -115,6 +115,10 @@ class WorkerLoad:
     num_cached_blocks: int = 0
     num_free_slots: int = 0
     """Sequences that may still join its batch; 0 also where it does not report them."""
+    num_window_pages: int = 0
+    """Pages of layers with a window, or of recurrent layers' states; 0 where no layer has any."""
+    num_promised_window_pages: int = 0
+    """Those that are promised to sequences: when all are, others wait, or are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -418,6 +418,8 @@ class LoadReport(_message.Message):
     NUM_COLD_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_FREE_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_WINDOW_PAGES_FIELD_NUMBER: _builtins.int
+    NUM_PROMISED_WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the running batch."""
     num_waiting: _builtins.int
@@ -442,6 +444,10 @@ class LoadReport(_message.Message):
     """Free pages that hold reusable KV."""
     num_free_slots: _builtins.int
     """Sequences that may still join the batch; absent: no limit is known."""
+    num_window_pages: _builtins.int
+    """Pages of layers with a window, or of recurrent layers' states; 0: no layer has any."""
+    num_promised_window_pages: _builtins.int
+    """Those that are promised to sequences: when all are, others wait, or are refused."""
     def __init__(
         self,
         *,
@@ -457,10 +463,12 @@ class LoadReport(_message.Message):
         num_cold_blocks: _builtins.int = ...,
         num_cached_blocks: _builtins.int = ...,
         num_free_slots: _builtins.int | None = ...,
+        num_window_pages: _builtins.int = ...,
+        num_promised_window_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_free_slots", b"num_free_slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_backlog_s", b"prefill_backlog_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_promised_window_pages", b"num_promised_window_pages", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_window_pages", b"num_window_pages", "prefill_backlog_s", b"prefill_backlog_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_free_slots: _TypeAlias = _typing.Literal["num_free_slots"]  # noqa: Y015
     _WhichOneofArgType__num_free_slots: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots"]  # noqa: Y015

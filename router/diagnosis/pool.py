@@ -157,6 +157,13 @@ class DiagnosedPool:
         return sum(worker.status.num_used_blocks for worker in self.workers) / num_blocks if num_blocks else 0.0
 
     @property
+    def promised_window_share(self) -> float:
+        """Share of the window pages, or state pages, that are promised; 0 where there are none."""
+        loads = [worker.status.load for worker in self.workers]
+        num_pages = sum(load.num_window_pages for load in loads)
+        return sum(load.num_promised_window_pages for load in loads) / num_pages if num_pages else 0.0
+
+    @property
     def num_places(self) -> float:
         """Sequences that may be in its batches; infinite where a worker tells no limit."""
         return sum(

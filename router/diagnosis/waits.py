@@ -23,7 +23,10 @@ _NUM_LOST = 3
 """Prefixes that a sentence names."""
 _LONGER_GAPS = "a longer slo.tpot_s: larger batches"
 _MORE_PLACES = "more places on each (max_running): larger batches, with longer steps"
+_MORE_MEMORY = "more memory on each (kv_memory_gib): larger batches, with longer steps"
 _MORE_PAGES = "more pages on each (num_blocks, kv_dtype int8): larger batches, with longer steps"
+_SCARCE = 0.7
+"""Share of promised window pages from which on they are what is waited for."""
 _LOOK_AT_WORKERS = "`kvrelay status` shows which workers are ready, `kvrelay logs` why one was not"
 
 
@@ -53,6 +56,9 @@ def _decode_room(view: DiagnosisInput) -> DiagnosisFinding:
     """Return the wait for room on decode workers, by what they have less of: places in batches, or pages."""
     pool = view.decoder
     held = f"batches are of {pool.mean_batch:.1f}, and answers hold {pool.used_page_share:.0%} of the pages"
+    if (share := pool.promised_window_share) > max(_SCARCE, pool.used_page_share):
+        what = f"pages of windows or states, of which {share:.0%} are promised: batches are of {pool.mean_batch:.1f}"
+        return _decode_wall(view, WaitCause.DECODE_ROOM, what, instead=_MORE_MEMORY)
     if pool.num_places < pool.num_held_by_pages:
         what = f"one of the {pool.num_places:g} places in batches (max_running)"
         return _decode_wall(view, WaitCause.DECODE_ROOM, f"{what}: {held}", instead=_MORE_PLACES)

@@ -10,6 +10,7 @@ from engine.fake_pages import FakeWindow, fake_shape
 from engine.kv_store import KvShape, WindowedLayers
 from engine.pages.window_pages import STATE_QUOTA, num_pages_beside, split_budget
 from tests.builders import BLOCK_SIZE, assert_empty, expected_tokens, make_core, make_request, run_until_idle, submit
+from tests.engine.overlap import step
 
 
 def _core(*, num_pages: int = 60, num_blocks: int = 400, max_step_tokens: int = 64) -> EngineCore:
@@ -103,6 +104,15 @@ def test_chats_hit_nine_tenths_of_what_full_attention_would_with_the_same_length
     rates = hit_rate(plain), hit_rate(with_states)
     assert rates[0] > 0.8
     assert rates[1] >= 0.9 * rates[0], rates
+
+
+def test_load_tells_the_states_that_are_promised() -> None:
+    core = _core(num_pages=12)
+    _group, _collector = submit(core, make_request(_text(1, 30), max_tokens=40, ignore_eos=True))
+    step(core)
+    assert (core.load().num_promised_window_pages, core.load().num_window_pages) == (STATE_QUOTA, 12)
+    run_until_idle(core)
+    assert core.load().num_promised_window_pages == 0
 
 
 def test_budget_gives_each_sequence_its_states_and_the_rest_to_both_kinds() -> None:

@@ -186,6 +186,17 @@ def test_requests_that_wait_for_places_while_pages_are_free_ask_for_no_pages() -
     assert "num_blocks" not in first.changes[0], "an operator would buy memory that stays empty"
 
 
+def test_requests_that_wait_for_state_pages_ask_for_memory_and_not_for_blocks() -> None:
+    worker = make_worker("d0", used=30, busy=1.0, batch=4.0)
+    worker.status.load.num_window_pages, worker.status.load.num_promised_window_pages = 12, 11
+    waited = replace(USUAL, line_s=2.0, waits=Waits({WaitCause.DECODE_ROOM: 2.0}), ttft_s=2.6)
+    found = find(make_view(waited, decode=make_pool("decode", worker)))
+    (first,) = (each for each in found if each.cause is Cause.DECODE_ROOM)
+    assert "in line for pages of windows or states, of which 92% are promised: batches are of 4.0" in first.text
+    assert "more memory on each (kv_memory_gib)" in first.changes[0]
+    assert "num_blocks" not in first.changes[0], "more blocks would come with no more pages of states"
+
+
 def test_requests_that_only_wait_so_far_are_the_first_finding_of_a_stuck_cluster() -> None:
     waiting = [WaitingRequest(tenant="a", waits=Waits({WaitCause.DECODE_ROOM: wait_s})) for wait_s in (9.0, 3.0)]
     (only,) = find(replace(make_view(), waiting=waiting))
