@@ -31,8 +31,8 @@ MAX_ANSWER_STEP = 80
 """Most tokens of an answer in one step, drafted and forced ones included."""
 _MIN_STEP_TOKENS = 1024
 """Tokens of a sequence in one step for which there is always room, though its window is shorter."""
-STATE_QUOTA = 3
-"""Most states that a sequence needs: one that a step reads, one that it leaves, one that is copied."""
+STATE_QUOTA = 2
+"""Most states that a sequence needs: one that a step reads, and one that it leaves. Samples copy what they share."""
 _TOKENS_PER_STATE = 1024
 """Tokens of blocks for each of which there is a state page."""
 _MIN_SEQUENCES = 4

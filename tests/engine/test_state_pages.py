@@ -126,7 +126,7 @@ def test_budget_gives_each_sequence_its_states_and_the_rest_to_both_kinds() -> N
         fingerprint="test",
         windowed=WindowedLayers(layers=tuple(i for i in range(48) if (i + 1) % 4), num_tokens=1, state_size=548_864),
     )
-    for gib, documented in {1: (5_088, 12), 4: (42_192, 41), 16: (168_816, 164), 64: (675_296, 659)}.items():
+    for gib, documented in {1: (10_544, 10), 4: (42_192, 41), 16: (168_816, 164), 64: (675_296, 659)}.items():
         num_blocks, num_pages = split_budget(gib << 30, shape, 2048)
         assert (num_blocks * 16, num_pages) == documented
     assert num_pages == num_blocks * 16 // 1024 > 4 * STATE_QUOTA
@@ -135,8 +135,8 @@ def test_budget_gives_each_sequence_its_states_and_the_rest_to_both_kinds() -> N
 
 
 def test_samples_without_states_and_beams_are_refused_by_name() -> None:
-    core = _core(num_pages=12)
-    with pytest.raises(PromptTooLong, match="n is 5, which needs 15 state pages; this worker has 12"):
+    core = _core(num_pages=8)
+    with pytest.raises(PromptTooLong, match="n is 5, which needs 10 state pages; this worker has 8"):
         submit(core, make_request(_text(1, BLOCK_SIZE * 4), n=5, max_tokens=2))
     with pytest.raises(InvalidRequest, match="recurrent layers has no beam search"):
         submit(core, make_request(_text(1, BLOCK_SIZE * 4), n=2, use_beam_search=True, max_tokens=2))
