@@ -68,4 +68,5 @@ def tls_ratios(figures: Figures) -> Iterator[str]:
         plain = figures.all.get((figure.part, figure.case.removesuffix(", TLS"), figure.arm, figure.unit))
         if plain is not None and plain is not figure and figure.unit.endswith("us per token"):
             ratios = [on / off for on, off in zip(figure.rounds, plain.rounds, strict=True) if off]
-            yield f"{figure.case}/{figure.arm}, {figure.unit}: {spread(ratios, percentiles=(25, 75))} times without"
+            if ratios:  # the kernel counts CPU time in ticks: a short round may have none
+                yield f"{figure.case}/{figure.arm}, {figure.unit}: {spread(ratios, percentiles=(25, 75))} times without"

@@ -88,6 +88,7 @@ class KvLayout(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_PAGE_BYTES_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     """Layers."""
     num_kv_heads: _builtins.int
@@ -102,6 +103,8 @@ class KvLayout(_message.Message):
     """Hash of the weights and of everything above."""
     block_bytes: _builtins.int
     """Bytes of one block."""
+    window_page_bytes: _builtins.int
+    """Bytes of the page of one block that layers with a window, or recurrent ones, have of their own; 0: none has."""
     def __init__(
         self,
         *,
@@ -112,10 +115,11 @@ class KvLayout(_message.Message):
         dtype: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         block_bytes: _builtins.int = ...,
+        window_page_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "window_page_bytes", b"window_page_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

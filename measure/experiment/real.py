@@ -29,7 +29,7 @@ from measure.load.spec import LoadSpec, LoadTestFailed
 from measure.load.store import RunWriter
 from measure.load.targets.interface import TargetSpec
 from measure.load.window import NothingMeasured
-from measure.simulate.timing import write_timing
+from measure.simulate.timing import KvSize, WindowPageSize, write_timing
 from measure.workload.sessions import Workload
 
 _TIMEOUT_S = 10.0
@@ -51,11 +51,12 @@ class MeasuredWorker:
     num_blocks: int
     block_size: int
     block_bytes: int
+    windows: WindowPageSize | None = None
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """KV bytes of a token, all layers."""
-        return self.block_bytes // self.block_size
+    def kv(self) -> KvSize:
+        """Size of its model's KV."""
+        return KvSize(bytes_per_token=self.block_bytes // self.block_size, windows=self.windows)
 
 
 async def ask_worker(address: str, connect: Connect) -> MeasuredWorker:
@@ -74,6 +75,13 @@ async def ask_worker(address: str, connect: Connect) -> MeasuredWorker:
         num_blocks=facts.num_blocks,
         block_size=facts.layout.block_size,
         block_bytes=facts.layout.block_bytes,
+        windows=WindowPageSize(
+            num_tokens=facts.window_tokens,
+            page_bytes=facts.layout.window_page_bytes,
+            is_chunk=facts.window_is_chunk,
+        )
+        if facts.window_tokens
+        else None,
     )
 
 
@@ -167,7 +175,7 @@ class RealBench:
         except KvrelayError as error:
             self._report(f"the workers' timing is not known: {error}")
             return
-        write_timing(folder / TIMING_FILE, best_known(facts), kv_bytes_per_token=facts[0].kv_bytes_per_token)
+        write_timing(folder / TIMING_FILE, best_known(facts), facts[0].kv)
 
 
 async def _ask_workers(info: ClusterInfo) -> list[MeasuredWorker]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from common.config import PoolConfig
 from common.slo import Slo
+from engine.pages.window_pages import split_budget
 from measure.experiment.arms import ArmPlan
 from measure.experiment.ended import count_request
 from measure.experiment.points import Cell, PaidWorkers, Point, Source, point_of
@@ -26,12 +27,13 @@ from measure.experiment.store import CLOCK_FILE
 from measure.load.records import RequestRecord
 from measure.load.window import NothingMeasured, Window, find_window
 from measure.simulate.cluster import run
+from measure.simulate.executor import sim_shape
 from measure.simulate.planners import planning_by
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings
 from measure.simulate.roofline import Hardware, UnknownHardware
 from measure.simulate.routers import routers_of
 from measure.simulate.store import write_json, write_requests
-from measure.simulate.timing import TimingFileError
+from measure.simulate.timing import TimingFileError, WindowPageSize
 from measure.workload.content import ContentWriter
 from measure.workload.sessions import Segment, Session, Turn, Workload
 from router.tenants import ANYBODY, Tenant
@@ -210,20 +212,21 @@ def simulation_of(plan: ArmPlan, spec: ExperimentSpec) -> tuple[ClusterShape, Si
     simulate = spec.simulate
     hardware = Hardware(model=simulate.model, device=simulate.device, timing_file=simulate.timing)
     try:
-        prefill_pace, link, kv_bytes_per_token = hardware.pace(first.max_step_tokens)
+        prefill_pace, link, kv = hardware.pace(first.max_step_tokens)
         decode_pace, _, _ = hardware.pace(decode.max_step_tokens)
     except UnknownHardware as error:
         raise ExperimentError(f"simulate.{error}") from error
     except (TimingFileError, OSError) as error:
         raise ExperimentError(str(error)) from error
-    block_bytes = decode.block_size * kv_bytes_per_token
+    block_bytes = decode.block_size * kv.bytes_per_token
     shape = ClusterShape(
         num_prefill=arm.num_prefill,
         num_decode=arm.num_decode,
         num_routers=serving.router.count,
-        num_blocks=_num_blocks(decode, block_bytes),
+        num_blocks=_num_blocks(decode, block_bytes, kv.windows),
         block_size=decode.block_size,
         block_bytes=block_bytes,
+        windows=kv.windows,
         max_step_tokens=first.max_step_tokens,
         decode_step_tokens=decode.max_step_tokens,
         max_running=decode.max_running,
@@ -241,11 +244,15 @@ def simulation_of(plan: ArmPlan, spec: ExperimentSpec) -> tuple[ClusterShape, Si
     )
 
 
-def _num_blocks(pool: PoolConfig, block_bytes: int) -> int:
+def _num_blocks(pool: PoolConfig, block_bytes: int, windows: WindowPageSize | None) -> int:
     if pool.num_blocks is not None:
         return pool.num_blocks
     if pool.kv_memory_gib != "auto":
-        return int(pool.kv_memory_gib * 2**30 / block_bytes)
+        kv_bytes = int(pool.kv_memory_gib * 2**30)
+        if windows is None:
+            return kv_bytes // block_bytes
+        shape = sim_shape(block_size=pool.block_size, block_bytes=block_bytes, windows=windows)
+        return split_budget(kv_bytes, shape, pool.max_step_tokens)[0]
     return max(2, _DEFAULT_KV_TOKENS // pool.block_size)
 
 

@@ -16,6 +16,7 @@ from cluster.planner.plan import PoolSizes
 from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
 from common.errors import Refused, WorkerLost
 from common.ids import RequestId, seeded_ids
+from engine.pages.window_pages import num_pages_beside
 from kvrelay.v1 import worker_pb2
 from measure.load.records import PoolSample, RequestRecord, WorkerSample
 from measure.simulate.client import Crowd, Progress, SimClient
@@ -26,6 +27,7 @@ from measure.simulate.planning import PlanningLoop
 from measure.simulate.pools import SimPools
 from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, WorkerResult
 from measure.simulate.tokens import TokenLog
+from measure.simulate.wire import PageBytes
 from measure.simulate.worker import POOLS, SharedWorld, SimWorker, simulated_reach
 from router.choosing.chooser import Search
 from router.fleet.booking import Booking
@@ -73,8 +75,14 @@ class SimCluster:
         self.shape = shape
         self.settings = settings
         self.log = TokenLog()
+        self._kv_shape = sim_shape(block_size=shape.block_size, block_bytes=shape.block_bytes, windows=shape.windows)
         self.network = SimNetwork(
-            loop, settings.network, block_bytes=shape.block_bytes, extra_latency_s={_WATCH: settings.event_lag_s}
+            loop,
+            settings.network,
+            pages=PageBytes(
+                block=shape.block_bytes, window=self._kv_shape.window_page_bytes, num_blocks=shape.num_blocks
+            ),
+            extra_latency_s={_WATCH: settings.event_lag_s},
         )
         self.choice_s: list[float] = []
         self._loop = loop
@@ -149,8 +157,9 @@ class SimCluster:
     def _worker(self, endpoint: WorkerEndpoint) -> SimWorker:
         shape, settings = self.shape, self.settings
         executor = SimExecutor(
-            shape=sim_shape(block_size=shape.block_size, block_bytes=shape.block_bytes),
+            shape=self._kv_shape,
             num_blocks=shape.num_blocks,
+            num_window_pages=num_pages_beside(shape.num_blocks, self._kv_shape, shape.max_step_tokens),
             max_model_len=shape.max_model_len,
             answers=self._answers,
         )

@@ -8,12 +8,24 @@ from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import gcd
 
 from common.ids import BlockId, RequestId
 from engine.executor import DoneStep, Sampled, ScheduledSequence, StepResult
-from engine.kv_store import DevicePeerPages, DeviceRegion, DeviceSharing, KvShape, KvStore, PeerPages, SharedRegion
+from engine.kv_store import (
+    STATE_ITEM_BYTES,
+    DevicePeerPages,
+    DeviceRegion,
+    DeviceSharing,
+    KvShape,
+    KvStore,
+    PeerPages,
+    SharedRegion,
+    WindowedLayers,
+)
 from engine.sequence import Sequence
 from engine.work import StepFloors
+from measure.simulate.timing import WindowPageSize
 
 VOCAB_SIZE = 1 << 31
 EOS_TOKEN_ID = VOCAB_SIZE - 1
@@ -48,28 +60,41 @@ Answers = Mapping[RequestId, KnownAnswer]
 """Answers of the running requests."""
 
 
-def sim_shape(*, block_size: int, block_bytes: int) -> KvShape:
+def sim_shape(*, block_size: int, block_bytes: int, windows: WindowPageSize | None = None) -> KvShape:
     """Return the shape of a simulated block. Raises ValueError unless every token has the same number of bytes."""
     if block_bytes <= 0 or block_bytes % block_size:
         raise ValueError(f"a block of {block_size} tokens has {block_bytes} bytes; must be a multiple of {block_size}")
+    layer_bytes, windowed = block_bytes, None
+    if windows is not None and windows.num_tokens == 1:
+        windowed = WindowedLayers(layers=(1,), num_tokens=1, state_size=windows.page_bytes // STATE_ITEM_BYTES)
+    elif windows is not None:
+        layer_bytes = gcd(block_bytes, windows.page_bytes)
+        first, end = block_bytes // layer_bytes, (block_bytes + windows.page_bytes) // layer_bytes
+        layers = tuple(range(first, end))
+        windowed = WindowedLayers(layers=layers, num_tokens=windows.num_tokens, is_chunk=windows.is_chunk)
+        if layer_bytes % block_size:
+            raise ValueError(f"window pages have {windows.page_bytes} bytes; must be a multiple of {block_size}")
     return KvShape(
-        num_layers=1,
+        num_layers=block_bytes // layer_bytes + (0 if windowed is None else len(windowed.layers)),
         num_kv_heads=1,
-        head_dim=block_bytes // block_size,
+        head_dim=layer_bytes // block_size,
         block_size=block_size,
         dtype="uint8",
-        row_bytes=block_bytes // block_size,
+        row_bytes=layer_bytes // block_size,
         fingerprint=f"simulated-{block_size}-{block_bytes}",
         parts_per_layer=1,
+        windowed=windowed,
     )
 
 
 class SimKvStore:
     """Pages without bytes."""
 
-    def __init__(self, shape: KvShape, num_blocks: int) -> None:
+    def __init__(self, shape: KvShape, num_blocks: int, num_window_pages: int) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
+        self.num_window_pages = num_window_pages
+        self.window_page_of = array("i", [-1]) * num_blocks
         self.shared_region: SharedRegion | None = None
         self.device_sharing: DeviceSharing | None = _Sharing()
 
@@ -114,8 +139,10 @@ class _PeerPages:
 class SimExecutor:
     """Returns the workload's tokens at once; `measure.simulate.engine` lets the time pass."""
 
-    def __init__(self, *, shape: KvShape, num_blocks: int, max_model_len: int, answers: Answers) -> None:
-        self.kv: KvStore = SimKvStore(shape, num_blocks)
+    def __init__(
+        self, *, shape: KvShape, num_blocks: int, max_model_len: int, answers: Answers, num_window_pages: int = 0
+    ) -> None:
+        self.kv: KvStore = SimKvStore(shape, num_blocks, num_window_pages)
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
         self.hidden_size = 0

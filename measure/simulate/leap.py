@@ -54,6 +54,7 @@ class UnplannedDecodes(StepPlanner):
             return False
         copy = self._pages.make_writable(sequence, 1)
         assert copy is None, f"page {copy} is shared; only full pages may be left behind"
+        self._pages.attach_windows(sequence, 1)
         return True
 
     def advance(self, sequence: Sequence, token_ids: TokenArray) -> None:
@@ -65,6 +66,7 @@ class UnplannedDecodes(StepPlanner):
         sequence.num_ready += len(token_ids)
         sequence.append_tokens(token_ids)
         self._pages.publish(sequence)
+        self._pages.windows.slide(sequence)
 
     def _empty_plan(self) -> StepPlan:
         return StepPlan(

@@ -11,7 +11,7 @@ from cluster.planner.plan import Planner, Pool
 from common.config import RouterConfig
 from common.slo import Slo
 from measure.load.records import PoolSample, RequestRecord
-from measure.simulate.timing import WorkerSpeed
+from measure.simulate.timing import WindowPageSize, WorkerSpeed
 from router.parts import Substitutes
 from router.tenants import ANYBODY, Tenant
 
@@ -72,6 +72,8 @@ class ClusterShape:
     """Tokens of a page."""
     block_bytes: int = 512 * 327_680
     """KV of one page. Default: a 70B model with 8 KV heads of 128, 80 layers, 2 bytes."""
+    windows: WindowPageSize | None = None
+    """Pages beside those of blocks, of layers with a window or of recurrent ones; None: no layer has any."""
     max_step_tokens: int = 8192
     decode_step_tokens: int | None = None
     """Step budget of decode workers, aggregated ones included; None: `max_step_tokens`."""

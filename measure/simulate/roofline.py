@@ -16,7 +16,7 @@ from scipy.optimize import nnls
 
 from common.timing import LinkModel, StepModel, StepShape, TimingModel
 from engine.work import ModelShape
-from measure.simulate.timing import FittedTimes, WorkerSpeed, read_timing
+from measure.simulate.timing import FittedTimes, KvSize, WorkerSpeed, read_timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,18 +181,19 @@ class Hardware:
     timing_file: Path | None = None
     """Timings in place of `model` and `device`."""
 
-    def pace(self, max_step_tokens: int) -> tuple[WorkerSpeed, LinkModel, int]:
-        """Return speed, link and KV bytes per token of workers with a step budget.
+    def pace(self, max_step_tokens: int) -> tuple[WorkerSpeed, LinkModel, KvSize]:
+        """Return speed, link and size of KV of workers with a step budget.
 
         Raises UnknownHardware, TimingFileError, OSError.
         """
         if self.timing_file is not None:
-            fitted, kv_bytes_per_token = read_timing(self.timing_file)
+            fitted, kv = read_timing(self.timing_file)
             timing = replace(fitted, max_step_tokens=max_step_tokens)
-            return WorkerSpeed(times=FittedTimes(timing), timing=timing), timing.links[None], kv_bytes_per_token
+            return WorkerSpeed(times=FittedTimes(timing), timing=timing), timing.links[None], kv
         roofline = Roofline.preset(self.model, self.device)
         timing = roofline.linearized(max_step_tokens=max_step_tokens)
-        return WorkerSpeed(times=roofline, timing=timing), roofline.link, roofline.model.kv_bytes_per_token
+        kv = KvSize(bytes_per_token=roofline.model.kv_bytes_per_token)
+        return WorkerSpeed(times=roofline, timing=timing), roofline.link, kv
 
 
 def _prefill_shapes(max_step_tokens: int) -> list[StepShape]:

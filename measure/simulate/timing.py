@@ -2,6 +2,9 @@
 
 {"prefill": {"constant_s": 0.004, "per_prefill_token_s": 8e-05, ...}, "decode": {...},
 "max_step_tokens": 2048, "link": {"latency_s": 0.002, "bytes_per_s": 1e9}, "kv_bytes_per_token": 23040}
+
+A model with window pages, or state pages, also has "windows": {"num_tokens": 512, "page_bytes": 245760}, where a window
+of one token is a state.
 """
 
 import math
@@ -93,6 +96,25 @@ class _Link(BaseModel):
     num_samples: int = Field(default=0, ge=0)
 
 
+class WindowPageSize(BaseModel):
+    """Pages of layers with a window, or of recurrent ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    num_tokens: int = Field(ge=1)
+    """Tokens of the window; 1: the layers have states."""
+    page_bytes: int = Field(ge=4)
+    is_chunk: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSize:
+    """What a model's pages take."""
+
+    bytes_per_token: int
+    """Those of blocks' own pages."""
+    windows: WindowPageSize | None = None
+
+
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
     prefill: _Step
@@ -100,10 +122,11 @@ class _File(BaseModel):
     max_step_tokens: int = Field(ge=1)
     link: _Link
     kv_bytes_per_token: int = Field(ge=1)
+    windows: WindowPageSize | None = None
 
 
-def read_timing(path: Path) -> tuple[TimingModel, int]:
-    """Return a file's timing model and the KV bytes of one token. Raises TimingFileError, OSError."""
+def read_timing(path: Path) -> tuple[TimingModel, KvSize]:
+    """Return a file's timing model and the size of its KV. Raises TimingFileError, OSError."""
     try:
         file = _File.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -116,19 +139,20 @@ def read_timing(path: Path) -> tuple[TimingModel, int]:
         max_step_tokens=file.max_step_tokens,
         links={None: LinkModel(**file.link.model_dump())},
     )
-    return timing, file.kv_bytes_per_token
+    return timing, KvSize(bytes_per_token=file.kv_bytes_per_token, windows=file.windows)
 
 
-def write_timing(path: Path, timing: TimingModel, *, kv_bytes_per_token: int) -> None:
+def write_timing(path: Path, timing: TimingModel, kv: KvSize) -> None:
     """Write a model, with its link to any other worker only. Raises OSError."""
     file = _File(
         prefill=_Step.model_validate(timing.prefill, from_attributes=True),
         decode=_Step.model_validate(timing.decode, from_attributes=True),
         max_step_tokens=timing.max_step_tokens,
         link=_Link.model_validate(timing.links[None], from_attributes=True),
-        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_token=kv.bytes_per_token,
+        windows=kv.windows,
     )
-    path.write_text(file.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    path.write_text(file.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ worker that sends it and that of the worker that receives it; transfers that sha
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -126,6 +126,20 @@ class _Link:
     in_free_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageBytes:
+    """Bytes of the pages that travel; from `num_blocks` on they are window pages (`engine.kv_store.KvStore`)."""
+
+    block: int
+    window: int = 0
+    num_blocks: int = 0
+
+    def total(self, page_ids: Sequence[int]) -> int:
+        """Return the bytes of pages of one kind."""
+        is_window = self.window and page_ids and page_ids[0] >= self.num_blocks
+        return len(page_ids) * (self.window if is_window else self.block)
+
+
 class Wire:
     """Links of all hosts and the calls that are open on them. Event loop only."""
 
@@ -134,7 +148,7 @@ class Wire:
         loop: VirtualLoop,
         shape: NetworkShape,
         *,
-        block_bytes: int,
+        pages: PageBytes,
         extra_latency_s: Mapping[str, float] | None = None,
         faults: SeededFaults | None = None,
     ) -> None:
@@ -143,7 +157,7 @@ class Wire:
         self.faults = faults
         self.latency_s = shape.latency_s
         self._kv_bytes_per_s = shape.kv_bytes_per_s
-        self._block_bytes = block_bytes
+        self._pages = pages
         self._extra_latency_s = dict(extra_latency_s or {})
         self.context = copy_context()
         """Context of deliveries: what has been sent arrives even if the sender is stopped."""
@@ -224,7 +238,7 @@ class Wire:
     def _payload_bytes(self, message: kv_transfer_pb2.FetchBlocksResponse) -> int:
         match message.WhichOneof("message"):
             case "sealed":
-                return len(message.sealed.block_ids) * self._block_bytes
+                return self._pages.total(message.sealed.block_ids)
             case "chunk":
                 return len(message.chunk.data)
         return 0

@@ -24,6 +24,7 @@ from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, 
 from measure.simulate.network import SimNetwork
 from measure.simulate.records import NetworkShape
 from measure.simulate.tokens import TokenLog
+from measure.simulate.wire import PageBytes
 from measure.simulate.worker import SharedWorld, endpoints, simulated_reach
 from router.fleet.member import WorkerState
 from router.parts import RouterParts, build_router
@@ -66,7 +67,9 @@ class _Walk:
         self._draw = random.Random(settings.seed)
         self._faults = SeededFaults(settings.rates, seed=self._draw.getrandbits(32), now_s=loop.time)
         self._faults.is_quiet = True
-        self._network = SimNetwork(loop, NetworkShape(kv_bytes_per_s=1e6), block_bytes=0, faults=self._faults)
+        self._network = SimNetwork(
+            loop, NetworkShape(kv_bytes_per_s=1e6), pages=PageBytes(block=0), faults=self._faults
+        )
         self._config = _config(settings)
         self._endpoints = endpoints(settings.num_prefill, settings.num_decode)
         self._poisons = PoisonBook(VirtualClock(loop))

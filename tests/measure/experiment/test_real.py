@@ -122,9 +122,9 @@ def test_experiment_measures_arms_notes_those_that_fail_and_does_nothing_twice(t
         folder = store.folder(Source.REAL, Cell(arm=name, load=20.0, repeat=0))
         assert len(read_run(folder).requests) >= point.overall.num_requests
         assert (folder / "report.html").stat().st_size > 1000
-        timing, kv_bytes_per_token = read_timing(store.arm_folder(name) / "timing.json")
+        timing, kv = read_timing(store.arm_folder(name) / "timing.json")
         assert timing.decode.num_samples > 0
-        assert kv_bytes_per_token > 0
+        assert kv.bytes_per_token > 0
     split, whole = (points[name] for name in ARMS)
     assert (split.transfer_bytes > 0, whole.transfer_bytes) == (True, 0)
     assert (split.prefill_busy is None, whole.prefill_busy is None) == (False, True)

@@ -13,7 +13,7 @@ from measure.simulate.faults import FaultRates, SeededFaults, Transmission
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.network import SimChannel, SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
-from measure.simulate.wire import KEEPALIVE_S
+from measure.simulate.wire import KEEPALIVE_S, PageBytes
 from tests.measure.simulate.builders import current_loop, on_virtual_loop
 
 LATENCY_S = 0.25
@@ -26,7 +26,7 @@ class Scene:
 
     def __init__(self, loop: VirtualLoop, faults: Any) -> None:
         self.loop = loop
-        self.network = SimNetwork(loop, SHAPE, block_bytes=100, faults=faults)
+        self.network = SimNetwork(loop, SHAPE, pages=PageBytes(block=100), faults=faults)
         self.server = SimServer()
         self.network.listen("server:1", self.server)
         self.channel: SimChannel = self.network.connect_from("client:1")("server:1")

@@ -5,15 +5,24 @@ import pytest
 from common.config import RouterConfig
 from common.timing import StepShape
 from measure.simulate.cluster import run
-from measure.simulate.records import Arrival, ClusterShape
+from measure.simulate.records import Arrival, ClusterShape, NetworkShape
 from measure.simulate.results import count_cached_tokens
+from measure.simulate.timing import WindowPageSize
 from router.tenants import Tenant
 from tests.measure.simulate.builders import MODEL, make_arrivals, make_settings, make_shape
 
-SHAPES = [make_shape(2, 2), make_shape(0, 3), make_shape(2, 2, num_routers=3)]
+WINDOWS = WindowPageSize(num_tokens=64, page_bytes=16 * 3072)
+STATES = WindowPageSize(num_tokens=1, page_bytes=1 << 20)
+SHAPES = {
+    "2P2D": make_shape(2, 2),
+    "aggregated": make_shape(0, 3),
+    "three routers": make_shape(2, 2, num_routers=3),
+    "windows": make_shape(2, 2, windows=WINDOWS),
+    "states": make_shape(2, 2, windows=STATES),
+}
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["2P2D", "aggregated", "three routers"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_run_every_request_gets_all_of_its_tokens_and_plausible_times(shape: ClusterShape) -> None:
     arrivals = make_arrivals(60)
 
@@ -47,6 +56,27 @@ def test_run_a_lone_requests_times_are_those_of_the_model() -> None:
     decode_s = sum(MODEL.itl_s(1, num_prompt + i) for i in range(1, num_output))
     assert result.ttft_s == pytest.approx(prefill_s + 2 * 0.0005)  # the network: there and back
     assert sum(result.gaps_s) == pytest.approx(decode_s)
+
+
+def test_answers_of_a_recurrent_model_wait_for_state_pages_though_blocks_are_free() -> None:
+    arrivals = [Arrival(at_s=1.0, prompt=array("I", [idx] * 20), num_output_tokens=50) for idx in range(8)]
+
+    def last_first_token_s(windows: WindowPageSize | None) -> float:
+        finished = run(make_shape(0, 1, windows=windows), make_settings(), arrivals)
+        assert all(result.is_complete for result in finished.requests)
+        return max(result.ttft_s or 0.0 for result in finished.requests)
+
+    # 8 pages are those of four sequences; the others begin when these have their 50 tokens.
+    assert last_first_token_s(None) < 10 * MODEL.itl_s(8, 200)
+    assert last_first_token_s(STATES) > 50 * MODEL.itl_s(1, 20)
+
+
+def test_transfer_of_a_state_takes_the_time_of_its_bytes() -> None:
+    arrivals = [Arrival(at_s=1.0, prompt=array("I", [7] * 100), num_output_tokens=9)]
+    router = RouterConfig.model_validate({"metrics_port": None, "local_prefill_max_tokens": 0})
+    settings = make_settings(router=router, network=NetworkShape(kv_bytes_per_s=1e6))
+    times = [run(make_shape(1, 1, windows=windows), settings, arrivals).requests[0].e2e_s for windows in (None, STATES)]
+    assert times[1] - times[0] == pytest.approx(2 * STATES.page_bytes / 1e6, rel=0.1)  # and the snapshot before it
 
 
 def test_routers_that_choose_the_same_free_worker_queue_no_prompts_there() -> None:

@@ -24,7 +24,7 @@ from engine.steps.scheduler import SchedulerLimits
 from measure.simulate.engine import SimEngine
 from measure.simulate.executor import KnownAnswer, SimExecutor, sim_shape
 from measure.simulate.loop import VirtualClock, VirtualLoop
-from measure.simulate.timing import FittedTimes
+from measure.simulate.timing import FittedTimes, WindowPageSize
 from measure.simulate.tokens import TokenLog
 from tests.measure.simulate.builders import current_loop, on_virtual_loop
 
@@ -82,13 +82,14 @@ class Outcome:
 class Bench:
     """One engine, fed with ops."""
 
-    def __init__(self, loop: VirtualLoop, *, leaps: bool) -> None:
+    def __init__(self, loop: VirtualLoop, *, leaps: bool, windows: WindowPageSize | None) -> None:
         self.loop = loop
         self.answers: dict[RequestId, KnownAnswer] = {}
         self.log = TokenLog()
         executor: Any = SimExecutor(
-            shape=sim_shape(block_size=BLOCK, block_bytes=8 * BLOCK),
+            shape=sim_shape(block_size=BLOCK, block_bytes=8 * BLOCK, windows=windows),
             num_blocks=20,
+            num_window_pages=0 if windows is None else 14,
             max_model_len=64,
             answers=self.answers,
         )
@@ -187,6 +188,8 @@ class Bench:
             pool.num_cached_blocks,
             [pool.ref_count(i) for i in range(pool.num_blocks)],
             core.scheduler.num_preemptions,
+            (core.load().num_promised_window_pages, pool.windows.num_needed if pool.windows else 0),
+            sorted(pool.snapshot().paged),
             sorted(self.stored) == sorted(pool.snapshot().stored),
         )
         outcome.num_steps, outcome.busy_s = self.engine.num_steps, self.engine.busy_s
@@ -195,21 +198,24 @@ class Bench:
         return outcome
 
 
-def run_bench(ops: Sequence[Op], *, leaps: bool, stop_after: int) -> Outcome:
+WINDOWS = (None, WindowPageSize(num_tokens=9, page_bytes=16 * BLOCK), WindowPageSize(num_tokens=1, page_bytes=64))
+
+
+def run_bench(ops: Sequence[Op], *, leaps: bool, stop_after: int, windows: WindowPageSize | None) -> Outcome:
     outcome = Outcome()
 
     @on_virtual_loop
     async def main() -> None:
         nonlocal outcome
-        outcome = await Bench(current_loop(), leaps=leaps).run(ops, stop_after=stop_after)
+        outcome = await Bench(current_loop(), leaps=leaps, windows=windows).run(ops, stop_after=stop_after)
 
     main()
     return outcome
 
 
-def assert_same(ops: Sequence[Op], stop_after: int) -> None:
-    leaping = run_bench(ops, leaps=True, stop_after=stop_after)
-    stepping = run_bench(ops, leaps=False, stop_after=stop_after)
+def assert_same(ops: Sequence[Op], stop_after: int, windows: WindowPageSize | None) -> None:
+    leaping = run_bench(ops, leaps=True, stop_after=stop_after, windows=windows)
+    stepping = run_bench(ops, leaps=False, stop_after=stop_after, windows=windows)
     for name in ("others", "ends", "tokens", "sequences", "pool", "times", "num_context_tokens"):
         assert getattr(leaping, name) == getattr(stepping, name), name
     for name, tokens in leaping.tokens.items():
@@ -228,9 +234,11 @@ OPS = st.builds(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(OPS, max_size=14), st.integers(0, 400))
-def test_leap_leaves_the_same_state_events_and_times_as_single_steps(ops: list[Op], stop_after: int) -> None:
-    assert_same(ops, stop_after)
+@given(st.lists(OPS, max_size=14), st.integers(0, 400), st.sampled_from(WINDOWS))
+def test_leap_leaves_the_same_state_events_and_times_as_single_steps(
+    ops: list[Op], stop_after: int, windows: WindowPageSize | None
+) -> None:
+    assert_same(ops, stop_after, windows)
 
 
 def random_ops(seed: int) -> Iterator[Op]:
@@ -248,13 +256,13 @@ def random_ops(seed: int) -> Iterator[Op]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_leap_over_a_long_run_leaves_the_same_as_single_steps(seed: int) -> None:
-    assert_same(list(random_ops(seed)), stop_after=random.Random(seed).randrange(200))
+    assert_same(list(random_ops(seed)), random.Random(seed).randrange(200), WINDOWS[seed % len(WINDOWS)])
 
 
 @on_virtual_loop
 async def test_leap_takes_a_long_answer_in_few_turns_of_the_loop() -> None:
     turns: list[float] = []
-    bench = Bench(current_loop(), leaps=True)
+    bench = Bench(current_loop(), leaps=True, windows=None)
     bench._on_report = lambda report: turns.append(current_loop().time())  # type: ignore[method-assign] # noqa: SLF001
     await bench.run([Op(wait=0, kind="add", num_prompt=9, num_output=40, max_tokens=40, which=0)], stop_after=400)
     assert bench.outcome.ends["r0"][1] == "stop"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from common.timing import StepShape
 from measure.simulate.roofline import MODELS, Roofline, UnknownHardware
-from measure.simulate.timing import TimingFileError, read_timing, write_timing
+from measure.simulate.timing import KvSize, TimingFileError, WindowPageSize, read_timing, write_timing
 
 PRESETS = [("llama-70b", "h100-tp4"), ("llama-70b", "h200-tp4"), ("qwen3-8b", "h100")]
 LLAMA = Roofline.preset("llama-70b", "h100-tp4")
@@ -115,8 +115,10 @@ def test_unknown_model_or_device_is_refused_with_the_known_ones(model: str, devi
 
 def test_written_model_reads_back_as_it_was(tmp_path: Path) -> None:
     timing = Roofline.preset("qwen3-8b", "h100").linearized(max_step_tokens=512)
-    write_timing(tmp_path / "t.json", timing, kv_bytes_per_token=147_456)
-    assert read_timing(tmp_path / "t.json") == (timing, 147_456)
+    for windows in (None, WindowPageSize(num_tokens=512, page_bytes=245_760)):
+        kv = KvSize(bytes_per_token=147_456, windows=windows)
+        write_timing(tmp_path / "t.json", timing, kv)
+        assert read_timing(tmp_path / "t.json") == (timing, kv)
 
 
 def test_routers_predict_by_a_model_written_by_hand(tmp_path: Path) -> None:
