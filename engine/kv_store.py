@@ -141,7 +141,10 @@ class SharedRegion:
     nonce: bytes
     """Content of the last NONCE_BYTES of the region."""
     num_pieces: int = 1
-    """Contiguous pieces of a block: the region is [num_pieces, num_blocks, bytes of a piece] and the nonce."""
+    """Contiguous pieces of a block: the region is [num_pieces, num_blocks, bytes of a piece], window pages likewise and
+    the nonce."""
+    num_window_pieces: int = 1
+    """Contiguous pieces of a window page."""
     page_order: str = ""
     """Name of the order of the elements in a page; empty when it follows from the fingerprint."""
 

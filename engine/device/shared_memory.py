@@ -17,10 +17,12 @@ from pathlib import Path
 from engine.kv_store import NONCE_BYTES, SharedRegion
 
 
-def allocate_region(num_bytes: int, *, num_pieces: int = 1) -> tuple[mmap.mmap, SharedRegion | None]:
+def allocate_region(
+    num_bytes: int, *, num_pieces: int = 1, num_window_pieces: int = 1
+) -> tuple[mmap.mmap, SharedRegion | None]:
     """Return `num_bytes` of zeroed, writable memory plus a nonce, shareable where the system supports it.
 
-    `num_pieces`: see `SharedRegion`.
+    `num_pieces`, `num_window_pieces`: see `SharedRegion`.
     """
     size_bytes = num_bytes + NONCE_BYTES
     if not hasattr(os, "memfd_create"):
@@ -32,7 +34,10 @@ def allocate_region(num_bytes: int, *, num_pieces: int = 1) -> tuple[mmap.mmap, 
     weakref.finalize(memory, os.close, fd)  # peers find the region by this descriptor until it is freed
     nonce = secrets.token_bytes(NONCE_BYTES)
     memory[num_bytes:] = nonce
-    return memory, SharedRegion(fd=fd, size_bytes=size_bytes, nonce=nonce, num_pieces=num_pieces)
+    region = SharedRegion(
+        fd=fd, size_bytes=size_bytes, nonce=nonce, num_pieces=num_pieces, num_window_pieces=num_window_pieces
+    )
+    return memory, region
 
 
 def map_peer_region(*, pid: int, fd: int, size_bytes: int, nonce: bytes) -> mmap.mmap:

@@ -159,14 +159,14 @@ class TorchKvStore:
         self.shared_region: SharedRegion | None = None
         self.device_sharing: DeviceSharing | None = None
         self.kv_format = format_named(shape.dtype)
-        has_windows = shape.windowed is not None
         sizes = (-1, shape.parts_per_layer, num_blocks, shape.part_bytes)
         kv_bytes = num_blocks * shape.block_bytes
         window_bytes = num_window_pages * shape.window_page_bytes
         self._bytes: HostPages | DevicePages
         if device.type == "cpu":
-            num_pieces = 0 if has_windows else shape.num_parts
-            memory, self.shared_region = allocate_region(kv_bytes + window_bytes, num_pieces=num_pieces)
+            memory, self.shared_region = allocate_region(
+                kv_bytes + window_bytes, num_pieces=shape.num_parts, num_window_pieces=shape.num_windowed_parts
+            )
             self._bytes = HostPages(memoryview(memory), num_blocks, shape)
             storage = torch.frombuffer(memory, dtype=torch.uint8)
             self._pages = storage[:kv_bytes].view(sizes)

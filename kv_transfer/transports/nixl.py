@@ -11,25 +11,19 @@ too, but this code was never run with them.
 """
 
 import asyncio
-import ctypes
-import importlib
 import mmap
-import threading
-import time
-import uuid
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from common.config import TransferConfig
-from common.engines import NIXL_VERSION
 from common.errors import KvCorrupt, TransferError
 from common.ids import BlockId, WorkerId
-from engine.kv_store import NONCE_BYTES, KvStore, SharedRegion, check_ids
+from engine.kv_store import NONCE_BYTES, KvStore, SharedRegion, check_ids, page_bytes_of
+from kv_transfer.transports.nixl_agent import Agent, ReadGivenUp, Registered, Spans, spans_of
 from kv_transfer.transports.transport import (
     PeerLife,
     PeerMemoryUnreachable,
@@ -43,11 +37,6 @@ from kv_transfer.transports.transport import (
 from kvrelay.v1 import kv_transfer_pb2 as pb
 
 _READ_TIMEOUT_S = 5.0  # of a few MiB
-_POLL_S = 100e-6
-_MEMORY = "DRAM"
-
-Spans = npt.NDArray[np.uint64]
-"""Spans of memory as NIXL takes them, [number, 3]: address, bytes, device."""
 
 
 class Nixl(Transport):
@@ -65,10 +54,6 @@ class Nixl(Transport):
             raise TransportUnusable(
                 "cannot use nixl: this worker's pages are in device memory, which has not been run with NIXL;"
                 " leave it out"
-            )
-        if store.shape.windowed is not None:
-            raise TransportUnusable(
-                "cannot use nixl: layers with a window have pages of their own, which it does not move; leave it out"
             )
         self._region = region
         self._agent = Agent(read_timeout_s=read_timeout_s)
@@ -90,7 +75,9 @@ class Nixl(Transport):
         """See `Transport`."""
         return [
             sealed(
-                first_block, block_ids, checksums_of(self._store.read_blocks(block_ids), self._store.shape.block_bytes)
+                first_block,
+                block_ids,
+                checksums_of(self._store.read_blocks(block_ids), page_bytes_of(self._store, block_ids)),
             )
         ]
 
@@ -107,6 +94,18 @@ class Nixl(Transport):
             yield reader
         finally:
             reader.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PeerPages:
+    """Pages of one kind in a peer's memory, [num_pieces, num_pages, piece_bytes]."""
+
+    address: int
+    num_pages: int
+    page_ids: Seq[int]
+    """Wanted ones, counted from the first of this kind."""
+    num_pieces: int
+    piece_bytes: int
 
 
 class _Reader(SealedReceiver):
@@ -138,29 +137,50 @@ class _Reader(SealedReceiver):
         self._agent.add(self._peer, memory.agent)
         scratch = self._room(NONCE_BYTES)
         end = memory.address + memory.size_bytes
-        self._read(_spans([scratch.address], NONCE_BYTES), _spans([end - NONCE_BYTES], NONCE_BYTES))
+        self._read(spans_of([scratch.address], NONCE_BYTES), spans_of([end - NONCE_BYTES], NONCE_BYTES))
         if len(memory.nonce) != NONCE_BYTES or scratch.memory[:NONCE_BYTES] != memory.nonce:
             raise TransferError("the memory at its address is not the peer's KV memory")
 
     def copy(self, blocks: pb.SealedBlocks, pages: Seq[BlockId]) -> None:
         """See `SealedReceiver`."""
-        shape, num_read = self._store.shape, len(pages)
-        check_ids(blocks.block_ids, self._memory.num_blocks)
-        num_bytes = num_read * shape.block_bytes + NONCE_BYTES
+        num_read, theirs = len(pages), self._pages_of(blocks.block_ids)
+        check_ids(theirs.page_ids, theirs.num_pages)
+        num_bytes = num_read * theirs.num_pieces * theirs.piece_bytes
         scratch = self._room(num_bytes)
-        piece_bytes = shape.block_bytes // self._region.num_pieces
-        pieces = np.arange(self._region.num_pieces, dtype=np.uint64)[:, None]
-        sources = pieces * self._memory.num_blocks + np.array(blocks.block_ids, dtype=np.uint64)
-        targets = np.arange(self._region.num_pieces * num_read, dtype=np.uint64)
+        pieces = np.arange(theirs.num_pieces, dtype=np.uint64)[:, None]
+        sources = pieces * theirs.num_pages + np.array(theirs.page_ids, dtype=np.uint64)
+        targets = np.arange(theirs.num_pieces * num_read, dtype=np.uint64)
         self._read(
-            _spans(targets * piece_bytes + scratch.address, piece_bytes),
-            _spans(sources.reshape(-1) * piece_bytes + self._memory.address, piece_bytes),
+            spans_of(targets * theirs.piece_bytes + scratch.address, theirs.piece_bytes),
+            spans_of(sources.reshape(-1) * theirs.piece_bytes + theirs.address, theirs.piece_bytes),
         )
-        # The pieces read lie as in a region of so many blocks.
-        data = self._store.map_peer(memoryview(scratch.memory)[:num_bytes], num_read).read_blocks(range(num_read))
-        if checksums_of(data, shape.block_bytes) != list(blocks.checksums):
+        # The pieces read lie as in a region of so many pages.
+        read = np.frombuffer(scratch.memory, np.uint8, num_bytes).reshape(theirs.num_pieces, num_read, -1)
+        data = np.ascontiguousarray(read.transpose(1, 0, 2)).reshape(-1).data
+        if checksums_of(data, num_bytes // num_read) != list(blocks.checksums):
             raise KvCorrupt("a checksum is wrong, or missing")
         self._store.write_blocks(pages, data)
+
+    def _pages_of(self, block_ids: Seq[int]) -> "_PeerPages":
+        """Return where the peer has pages of the kind that these ids name."""
+        shape, memory = self._store.shape, self._memory
+        num_blocks = memory.num_blocks
+        if shape.windowed is not None and block_ids and block_ids[0] >= num_blocks:
+            return _PeerPages(
+                address=memory.address + num_blocks * shape.block_bytes,
+                num_pages=shape.check_region(memory.size_bytes, num_blocks),
+                page_ids=[block_id - num_blocks for block_id in block_ids],
+                num_pieces=self._region.num_window_pieces,
+                piece_bytes=shape.window_page_bytes // self._region.num_window_pieces,
+            )
+        num_pieces = self._region.num_pieces
+        return _PeerPages(
+            address=memory.address,
+            num_pages=num_blocks,
+            page_ids=block_ids,
+            num_pieces=num_pieces,
+            piece_bytes=shape.block_bytes // num_pieces,
+        )
 
     def close(self) -> None:
         """Give the memory back, unless a read that was given up may still write into it."""
@@ -182,117 +202,3 @@ class _Reader(SealedReceiver):
             self._scratch = Registered(mmap.mmap(-1, num_bytes))
             self._agent.register(self._scratch)
         return self._scratch
-
-
-class Registered:
-    """Memory that an agent may read and write; its address is fixed."""
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self.memory = memory
-        self._held = (ctypes.c_char * len(memory)).from_buffer(memory)
-        self.address = ctypes.addressof(self._held)
-        self.handle: Any = None
-
-
-class ReadGivenUp(TransferError):
-    """A read missed its time limit and cannot be aborted: it may still write into its target at any time."""
-
-
-class Agent:
-    """The NIXL agent of one worker. Any thread: calls into it take turns."""
-
-    def __init__(self, *, read_timeout_s: float) -> None:
-        """Raises TransportUnusable."""
-        try:
-            api = importlib.import_module("nixl._api")
-            self._agent: Any = api.nixl_agent(f"kvrelay-{uuid.uuid4().hex}", api.nixl_agent_config(backends=["UCX"]))
-        except Exception as error:
-            raise TransportUnusable(
-                f"cannot use nixl: {error or type(error).__name__}; `pip install nixl=={NIXL_VERSION}` in this worker's"
-                " environment, or leave it out"
-            ) from error
-        self._read_timeout_s = read_timeout_s
-        self._lock = threading.RLock()
-        self._peers: dict[WorkerId, tuple[bytes, Any]] = {}
-        """Metadata and name of each peer's agent, of its latest life."""
-        self._given_up: list[Any] = []
-        """Reads that have not ended, and their targets."""
-
-    def metadata(self) -> bytes:
-        """Return what a peer needs to read the memory registered so far."""
-        with self._lock:
-            return bytes(self._agent.get_agent_metadata())
-
-    def register(self, memory: Registered) -> None:
-        """Register memory, so that the agent and its peers may read and write it. Raises TransferError."""
-        spans = [(memory.address, len(memory.memory), 0, "")]
-        memory.handle = self._call(self._agent.register_memory, spans, _MEMORY)
-
-    def unregister(self, memory: Registered) -> None:
-        """Revoke the access that `register` gave. Raises TransferError."""
-        self._call(self._agent.deregister_memory, memory.handle)
-
-    def add(self, peer: WorkerId, metadata: bytes) -> None:
-        """Connect to a peer by its metadata, replacing an older connection. Raises TransferError."""
-        with self._lock:
-            known = self._peers.get(peer)
-            if known is not None and known[0] == metadata:
-                return
-            self.forget(peer)
-            self._peers[peer] = metadata, self._call(self._agent.add_remote_agent, metadata)
-
-    def forget(self, peer: WorkerId) -> None:
-        """Close the connection to a peer, if there is one."""
-        with self._lock:
-            known = self._peers.pop(peer, None)
-            if known is not None:
-                self._call(self._agent.remove_remote_agent, known[1])
-
-    def read(self, peer: WorkerId, targets: Spans, sources: Spans) -> None:
-        """Copy the peer's spans over our own, and wait. Raises TransferError; the peer is then forgotten."""
-        known = self._peers.get(peer)
-        if known is None:
-            raise TransferError(f"the connection to {peer} was lost")
-        try:
-            self._read(known[1], targets, sources)
-        except TransferError:
-            self.forget(peer)
-            raise
-
-    def _read(self, name: str, targets: Spans, sources: Spans) -> None:
-        own = self._call(self._agent.get_xfer_descs, targets, _MEMORY)
-        theirs = self._call(self._agent.get_xfer_descs, sources, _MEMORY)
-        handle = self._call(self._agent.initialize_xfer, "READ", own, theirs, name)
-        deadline_s = time.monotonic() + self._read_timeout_s
-        try:
-            state = self._call(self._agent.transfer, handle)
-            while state == "PROC" and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
-                state = self._call(self._agent.check_xfer_state, handle)
-        finally:
-            self._release(handle)
-        if state != "DONE":
-            raise TransferError("the read failed" if state == "ERR" else f"the read took {self._read_timeout_s} s")
-
-    def _release(self, handle: Any) -> None:
-        """Free a read; one that is under way is ended. Raises ReadGivenUp when it cannot be ended."""
-        try:
-            self._call(self._agent.release_xfer_handle, handle)
-        except TransferError as error:
-            self._given_up.append(handle)
-            raise ReadGivenUp(f"a read cannot be ended: {error}") from error
-
-    def _call(self, method: Any, *args: Any) -> Any:
-        """Call the agent. Raises TransferError for whatever it raises."""
-        with self._lock:
-            try:
-                return method(*args)
-            except Exception as error:
-                raise TransferError(f"NIXL: {error or type(error).__name__}") from error
-
-
-def _spans(addresses: Any, num_bytes: int) -> Spans:
-    """Return spans of equal size."""
-    spans = np.zeros((len(addresses), 3), dtype=np.uint64)
-    spans[:, 0], spans[:, 1] = addresses, num_bytes
-    return spans

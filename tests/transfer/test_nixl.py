@@ -8,12 +8,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from common.config import TransferConfig
 from common.errors import KvIncomplete
 from common.ids import BlockId, Epoch, WorkerId
-from engine.fake_pages import FakeKvStore
-from engine.kv_store import KvShape
+from engine.fake_pages import FakeKvStore, FakeWindow
+from engine.kv_store import KvShape, WindowedLayers
+from engine.pages.kv_cache import TorchKvStore
 from engine.vllm.staging import StagedStore
 from kv_transfer.transports.nixl import Nixl
 from kv_transfer.transports.registry import WorkerTransports
@@ -71,8 +73,17 @@ class Two:
 
 
 @pytest.mark.usefixtures("either")
-async def test_handoff_by_nixl_equals_oracle_at_every_boundary() -> None:
-    async with running_pair(transports=["nixl"]) as pair:
+@pytest.mark.parametrize(
+    "window",
+    [
+        {},
+        {"window": FakeWindow(num_tokens=10, num_pages=80)},
+        {"window": FakeWindow(num_tokens=1, num_pages=80, is_state=True)},
+    ],
+    ids=["", "window", "state"],
+)
+async def test_handoff_by_nixl_equals_oracle_at_every_boundary(window: dict[str, FakeWindow]) -> None:
+    async with running_pair(transports=["nixl"], prefill=window, decode=window) as pair:
         for length in LENGTHS:
             answer = await pair.generate(make_request(range(length), max_tokens=9, ignore_eos=True))
             assert answer.transfer is not None
@@ -95,6 +106,34 @@ async def test_pages_of_several_pieces_arrive_in_their_own_places() -> None:
         (message,) = server.seal(0, [BlockId(i) for i in (4, 0, 2)])
         receiver.take(message)
     assert bytes(own.read_blocks([BlockId(i) for i in (6, 3, 0)])) == data
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("state_size", [0, 12], ids=["windows", "states"])
+async def test_window_pages_in_their_own_pieces_arrive_in_their_own_places(state_size: int) -> None:
+    shape = KvShape(
+        num_layers=3,
+        num_kv_heads=1,
+        head_dim=4,
+        block_size=4,
+        dtype="bfloat16",
+        row_bytes=8,
+        fingerprint="",
+        windowed=WindowedLayers(layers=(0, 2), num_tokens=1 if state_size else 9, state_size=state_size),
+    )
+    source, own = (
+        TorchKvStore(shape, num_blocks, device=torch.device("cpu"), num_window_pages=num_pages)
+        for num_blocks, num_pages in ((5, 3), (7, 4))
+    )
+    data = bytes(i % 251 for i in range(2 * shape.window_page_bytes))
+    source.write_blocks([BlockId(5 + 2), BlockId(5 + 0)], memoryview(data))
+    server, puller = Nixl(source, TransferConfig()), Nixl(own, TransferConfig())
+    opened = pb.FetchOpened(transport=worker_pb2.KV_TRANSPORT_NIXL)
+    server.describe(opened)
+    async with puller.fetch(PEER, opened, PullTarget((BlockId(7 + 1), BlockId(7 + 3)), {0, 1})) as receiver:
+        (message,) = server.seal(0, [BlockId(5 + 2), BlockId(5 + 0)])
+        receiver.take(message)
+    assert bytes(own.read_blocks([BlockId(7 + 1), BlockId(7 + 3)])) == data
 
 
 @pytest.mark.usefixtures("either")
