@@ -39,6 +39,7 @@ from measure.simulate.network import SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
 from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.tokens import TokenLog
+from measure.simulate.wire import PageBytes
 from measure.simulate.worker import SharedWorld, SimWorker
 from router.diagnosis.status import StatusReporter
 from router.doors.authentication import make_authenticator
@@ -251,7 +252,7 @@ def _on_engine_thread(loop: MeteredLoop, work: Callable[..., Any]) -> Callable[.
 
 def make_network(loop: MeteredLoop) -> SimNetwork:
     """Return the network of everything."""
-    return SimNetwork(loop, NetworkShape(kv_bytes_per_s=1e9), block_bytes=0)
+    return SimNetwork(loop, NetworkShape(kv_bytes_per_s=1e9), pages=PageBytes(block=0))
 
 
 def make_worker(
