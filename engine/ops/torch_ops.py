@@ -51,12 +51,12 @@ class TorchOps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rotation:
-    """What a layer makes of queries and keys at their positions."""
+    """Rotation of queries and keys at their positions, and growth of queries, in one layer."""
 
     angles: tuple[Tensor, Tensor]
     """See `RotaryEmbedding.angles`."""
     query_factors: Tensor | None
-    """Of queries, float32 [num_tokens, 1, 1]; None: 1."""
+    """Factor of queries, float32 [num_tokens, 1, 1]; None: 1."""
 
     @classmethod
     def of(cls, rope: RotaryEmbedding, positions: Tensor, dtype: torch.dtype) -> "_Rotation":

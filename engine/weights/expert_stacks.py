@@ -17,7 +17,7 @@ from engine.weights.config import DecoderConfig, UnsupportedModel
 from engine.weights.decoder_weights import Linear, Moe
 
 _ALIGNMENT_BYTES = 16
-"""Of the rows of both factors of a grouped product. Where groups begin does not matter, as they are whole rows."""
+"""Alignment of the rows of both factors of a grouped product. Groups are whole rows, so they may begin anywhere."""
 _SUMMED_TOKENS = 1024
 """Tokens whose experts' results are added up at a time, in float32: more would take memory, less time on the host."""
 

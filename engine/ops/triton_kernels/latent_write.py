@@ -20,7 +20,7 @@ class LatentRotation:
     """How a layer's rows, and the ends of its queries, are made."""
 
     norm: Tensor
-    """Of a row's first values, [rank]."""
+    """Weight of the norm of a row's first values, [rank]."""
     eps: float
     angles: Tensor
     """`rotation_table` of rope_dim that covers every position."""
