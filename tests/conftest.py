@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import resource
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,10 +49,13 @@ _WAITING = (
 _NICENESS = 5, 10
 """Niceness of processes that run waiting tests and of those that run the others. Tests on hosts have their own
 (tests/hosts/conftest.py)."""
+_MOST_BYTES = 12 << 30
+"""Memory of each process: one that grows without end fails by itself, and says where, before it takes the machine's."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of several processes
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
         os.nice(_NICENESS[not _is_for_waiting(config.workerinput)])
 
 
