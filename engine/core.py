@@ -16,7 +16,8 @@ So plans are made before the tokens of one step are known; these are *pending*. 
 3. Pages are published in the prefix cache once their step is taken and their tokens are known (`Pages.publish`).
 4. Nothing is preempted while a step is in flight: when pages run out, all steps are taken before the next plan
    (`StepPlan.is_short`).
-5. When a step fails, all later steps in flight fail with it (`_fail`).
+5. When a step fails, all later steps in flight fail with it (`_fail`). A sequence whose logits are not finite fails
+   alone, with the others of its request.
 """
 
 import logging
@@ -32,7 +33,7 @@ from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
 from common.timing import TimingModel
 from engine.events import EngineLoad, Failed, StepReport
-from engine.executor import Executor
+from engine.executor import Executor, StepResult
 from engine.kv_store import has_windows
 from engine.pages.block_pool import BlockPool
 from engine.pages.hot_prefixes import hot_prefixes
@@ -312,18 +313,34 @@ class EngineCore:
             for failed in plans:
                 self.scheduler.land(failed)
             return
-        self._num_failed_steps = 0
-        self._failed_requests.clear()
+        self._end_failed(plan, results, emitted)
         seconds = self._timer.end(plan, results)
         if self.scheduler.speculator is not None and seconds is not None:
             self.scheduler.speculator.observe(plan, results, seconds)
         self.scheduler.complete(plan, results)
         emitted += self._outputs.process(plan, results)
 
+    def _end_failed(self, plan: StepPlan, results: Seq[StepResult], emitted: Emitted) -> None:
+        """End the requests whose logits a step left without a finite maximum; none of what it computed is published.
+
+        A step of which nothing else came counts as a failed one. Raises DeviceBroken.
+        """
+        failed = [sequence for sequence, result in zip(plan.batch, results, strict=True) if result.has_failed]
+        if not failed or any(result.sampled and not result.has_failed for result in results):
+            self._num_failed_steps = 0
+            self._failed_requests.clear()
+        living = [sequence for sequence in failed if sequence in self.groups]
+        if living:
+            emitted += self._end(living, EngineFault("the model's logits have no finite maximum"))
+
     def _fail(self, plans: Seq[StepPlan], error: Exception) -> Emitted:
         """End every request of these steps. Raises DeviceBroken."""
         self._timer.pause()
-        groups = {self.groups[sequence]: None for plan in plans for sequence in plan.batch if sequence in self.groups}
+        return self._end([sequence for plan in plans for sequence in plan.batch if sequence in self.groups], error)
+
+    def _end(self, sequences: Seq[Sequence], error: Exception) -> Emitted:
+        """End the requests of these sequences, which a step has failed. Raises DeviceBroken."""
+        groups = {self.groups[sequence]: None for sequence in sequences}
         self._num_failed_steps += 1
         self._failed_requests.update(group.request.request_id for group in groups)
         if self._num_failed_steps >= MAX_FAILED_STEPS and len(self._failed_requests) > 1:

@@ -40,6 +40,7 @@ class Sampled:
     """A chosen token."""
 
     token_id: int
+    """Negative where the logits have no finite maximum."""
     logprobs: Logprobs | None = None
 
 
@@ -180,6 +181,11 @@ class StepResult:
     """Sum of the hidden states of the new tokens from `first_pooled` on, added up in float32; None without any."""
     branch: Branch | None = None
     """Branch whose pages hold the accepted tokens; None: those of the sequence do."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether logits of it have no finite maximum: the KV behind them is worth nothing either."""
+        return any(sampled.token_id < 0 for sampled in self.sampled)
 
     @property
     def num_accepted(self) -> int:

@@ -174,7 +174,7 @@ class ModelExecutor(Generic[StepT]):
             repeats = [count for i in due for count in (batch[i].num_samples, *(1,) * batch[i].num_drafted)]
             logits = logits.repeat_interleave(torch.tensor(repeats, device=self._device), dim=0)
         rows = [row for i in due for row in sampling_rows(batch[i])]
-        sampled = iter(self._sampler.sample(logits, rows))
+        sampled = iter(self._sampler.choose(logits, rows).materialize())
         for i in due:
             item, result = batch[i], results[i]
             winners = list(islice(sampled, item.num_sampled))

@@ -256,7 +256,7 @@ class _LaunchedStep:
     """Copy after the whole step; None when the copy of the chosen tokens is."""
 
     def results(self) -> list[StepResult]:
-        """Wait for the step's copies; see `StepHandle`. Raises EngineFault for logits without a finite maximum."""
+        """Wait for the step's copies; see `StepHandle`."""
         sampled = iter(self.chosen.materialize() if self.chosen is not None else ())
         results = [
             StepResult(sampled=list(islice(sampled, num_samples)), prompt_logprobs=[])

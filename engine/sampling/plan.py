@@ -162,11 +162,8 @@ class Chosen:
     """(row, number of best tokens) of the rows in `logprobs_fetch`."""
 
     def materialize(self) -> list[Sampled]:
-        """Wait for the copy. Raises EngineFault when a row's logits have no finite maximum."""
+        """Wait for the copy."""
         token_ids: list[int] = self.fetch().tolist()
-        if token_ids and min(token_ids) < 0:
-            bad_row = next(row for row, token_id in enumerate(token_ids) if token_id < 0)
-            raise EngineFault(f"logits of row {bad_row} have no finite maximum")
         sampled = [Sampled(token_id=token_id) for token_id in token_ids]
         if self.logprobs_fetch is not None:
             for (row, num_top), found in zip(self.logprobs, self.logprobs_fetch.wait(), strict=True):

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from common.errors import EngineFault
 from common.sampling import SamplingParams
 from engine.beams import num_candidates
 from engine.device.columns import PackedColumns
@@ -79,8 +80,12 @@ class Sampler:
         self._penalties = Penalties(vocab_size)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """Choose tokens and wait for them; see `choose` and `Chosen.materialize`."""
-        return self.choose(logits, rows).materialize()
+        """Choose tokens and wait for them; see `choose`. Raises EngineFault for logits without a finite maximum."""
+        sampled = self.choose(logits, rows).materialize()
+        bad_row = next((row for row, each in enumerate(sampled) if each.token_id < 0), None)
+        if bad_row is not None:
+            raise EngineFault(f"logits of row {bad_row} have no finite maximum")
+        return sampled
 
     def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Chosen:
         """Choose a token for each row of logits [len(rows), vocab_size], any float dtype; does not mutate them.

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.ids import RequestId
 from engine.core import EngineCore
-from engine.executor import ScheduledSequence, StepHandle, StepResult
+from engine.executor import Sampled, ScheduledSequence, StepHandle, StepResult
 from tests.builders import Collector, expected_tokens, make_core, make_request
 
 
@@ -24,6 +25,8 @@ class Spy:
         self.taken: list[int] = []
         self.fail_launch_of: int | None = None
         self.fail_results_of: set[int] = set()
+        self.break_logits_of: set[RequestId] = set()
+        """Requests whose logits are not finite."""
         self._launch = core.executor.launch
         core.executor.launch = self.launch  # type: ignore[method-assign]
 
@@ -40,6 +43,9 @@ class Spy:
         results = handle.results()
         if step_idx in self.fail_results_of:
             raise RuntimeError(f"no results of step {step_idx}")
+        for item, result in zip(self.batches[step_idx], results, strict=True):
+            if item.sequence.request.request_id in self.break_logits_of:
+                result.sampled = [Sampled(token_id=-1) for _ in result.sampled]
         return results
 
 

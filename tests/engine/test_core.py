@@ -187,6 +187,51 @@ def test_device_on_which_step_after_step_fails_ends_the_engine(make_core: MakeCo
             assert served(core, request).failure is not None
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [3, 2 * BLOCK_SIZE])
+def test_logits_that_are_not_finite_end_their_own_request_alone(make_core: MakeCore, num_prompt_tokens: int) -> None:
+    core = make_core()
+    spy = Spy(core)
+    bad, good = (
+        replace(make_request(range(first, first + num_prompt_tokens), max_tokens=9, n=2), request_id=RequestId(name))
+        for first, name in ((5, "bad"), (40, "good"))
+    )
+    (group, failing), (_other, answering) = submit(core, bad), submit(core, good)
+    for _ in range(3):
+        step(core)
+    spy.break_logits_of.add(bad.request_id)
+    step(core)
+    assert failing.failure is not None
+    assert "finite" in str(failing.failure.error)
+    assert group.is_over
+    late = submit(core, request := make_request([7, 8], max_tokens=3))[1]
+    run_until_idle(core)
+    alone = served(make_core(), good)
+    assert [answering.token_ids(i) for i in range(2)] == [alone.token_ids(i) for i in range(2)]
+    assert late.token_ids() == expected_tokens(request)
+    assert_empty(core)
+
+
+def test_prompt_whose_logits_are_not_finite_leaves_nothing_in_the_prefix_cache(make_core: MakeCore) -> None:
+    core = make_core()
+    Spy(core).break_logits_of.add((request := make_request(range(3 * BLOCK_SIZE))).request_id)
+    assert served(core, request).failure is not None
+    assert not core.pool.snapshot().stored
+    assert_empty(core)
+
+
+def test_device_whose_logits_are_never_finite_ends_the_engine(make_core: MakeCore) -> None:
+    core = make_core()
+    spy = Spy(core)
+    requests = [
+        replace(make_request(range(5)), request_id=RequestId(f"req-{number}")) for number in range(MAX_FAILED_STEPS)
+    ]
+    spy.break_logits_of.update(request.request_id for request in requests)
+    for request in requests[:-1]:
+        assert served(core, request).failure is not None
+    with pytest.raises(DeviceBroken):
+        served(core, requests[-1])
+
+
 def test_one_request_that_fails_again_and_again_does_not_end_the_engine(make_core: MakeCore) -> None:
     core = make_core()
     with mock.patch.object(core.executor, "launch", side_effect=RuntimeError("cannot sample")):
