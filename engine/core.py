@@ -33,7 +33,7 @@ from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
 from common.timing import TimingModel
 from engine.events import EngineLoad, Failed, StepReport
-from engine.executor import Executor, StepResult
+from engine.executor import DeviceBroken, Executor, StepResult
 from engine.kv_store import has_windows
 from engine.pages.block_pool import BlockPool
 from engine.pages.hot_prefixes import hot_prefixes
@@ -56,11 +56,8 @@ logger = logging.getLogger(__name__)
 _MAX_ACCEPTED = 4096  # a bound for drivers that never call `report`
 
 MAX_FAILED_STEPS = 3
-"""Failed steps in a row, of different requests, after which the device counts as broken: errors of CUDA are sticky."""
-
-
-class DeviceBroken(Exception):
-    """Every step fails; the process has to start again."""
+"""Failed steps in a row, of different requests, after which the device counts as broken. Most errors of CUDA are proof
+at once (`engine.device.devices`)."""
 
 
 class EngineCore:
@@ -194,8 +191,8 @@ class EngineCore:
     def finish_step(self, plan: StepPlan) -> Emitted:
         """Launch what `begin_step` planned, then take steps until no more than `max_steps_in_flight` - 1 are in flight.
 
-        A fault of the executor ends the requests of the steps concerned, not the engine. Raises DeviceBroken when step
-        after step fails.
+        A fault of the executor ends the requests of the steps concerned, not the engine. Raises DeviceBroken when the
+        executor does, and when step after step fails.
         """
         emitted: Emitted = []
         if plan.batch:
@@ -335,6 +332,8 @@ class EngineCore:
 
     def _fail(self, plans: Seq[StepPlan], error: Exception) -> Emitted:
         """End every request of these steps. Raises DeviceBroken."""
+        if isinstance(error, DeviceBroken):
+            raise error
         self._timer.pause()
         return self._end([sequence for plan in plans for sequence in plan.batch if sequence in self.groups], error)
 

@@ -25,6 +25,10 @@ States: TypeAlias = npt.NDArray[np.float32]
 """States of a model at some consecutive tokens, from which drafts are made, float32 [num_tokens, size]."""
 
 
+class DeviceBroken(Exception):
+    """No step succeeds any more; the process has to start again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
     """Log-probabilities at one position, from the distribution before any sampling parameter."""
@@ -204,7 +208,8 @@ class StepHandle(Protocol):
     def results(self) -> list[StepResult]:
         """Wait for the step and return one result per scheduled sequence, in order. Called exactly once.
 
-        Does not read the sequences, which have changed since. When it raises, the step no longer runs.
+        Does not read the sequences, which have changed since. When it raises, the step no longer runs. Raises
+        DeviceBroken.
         """
         ...
 
@@ -248,6 +253,6 @@ class Executor(Protocol):
 
         Every sequence's block_table covers num_computed + num_new_tokens tokens. The sequences are read before this
         returns, and no view of a block_table outlives it (an exported array cannot grow). Results are taken in launch
-        order. When it raises, neither the step nor a block copy requested before it is running.
+        order. When it raises, neither the step nor a block copy requested before it is running. Raises DeviceBroken.
         """
         ...

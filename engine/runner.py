@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device.devices import errors_of_device
 from engine.executor import DoneStep, Hidden, Logprobs, ScheduledSequence, StepResult, Walk
 from engine.kv_store import KvStore
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
@@ -114,6 +115,7 @@ class ModelExecutor(Generic[StepT]):
         self._device = store.layers[0][0].device
         self.compiles_steps = self._device.type != "cpu"
 
+    @errors_of_device()
     @torch.inference_mode()
     def launch(self, batch: Seq[ScheduledSequence]) -> DoneStep:
         """Run one step before returning: write KV of all new tokens, sample where asked."""

@@ -23,8 +23,8 @@ from torch import Tensor
 from engine.cuda.buffers import BlockTables, RaggedColumns
 from engine.cuda.graphs import DecodeGraphs, DeviceOps, decode_sizes
 from engine.device.columns import Column, PackedColumns
-from engine.device.devices import Fetch, device_for
-from engine.executor import DoneStep, Hidden, ScheduledSequence, StepHandle, StepResult
+from engine.device.devices import Fetch, device_for, errors_of_device
+from engine.executor import DeviceBroken, DoneStep, Hidden, ScheduledSequence, StepHandle, StepResult
 from engine.kv_store import KvStore
 from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
@@ -108,6 +108,7 @@ class CudaExecutor:
         """Capture the graphs; takes seconds."""
         self._decode.capture()
 
+    @errors_of_device()
     @torch.inference_mode()
     def launch(self, batch: Seq[ScheduledSequence]) -> StepHandle:
         """Launch one step and return at once; see `Executor`."""
@@ -117,7 +118,10 @@ class CudaExecutor:
         try:
             return self._launch_ragged(batch) if size is None else self._launch_decode(batch, size)
         except BaseException:
-            device_for(self._device).synchronize()  # some of it may be running
+            try:
+                device_for(self._device).synchronize()  # some of it may be running
+            except RuntimeError as error:  # Triton and cuBLAS report CUDA's errors as their own, this call as they are
+                raise DeviceBroken(f"cannot use the device any more: {error}") from error
             raise
 
     def _launch_decode(self, batch: Seq[ScheduledSequence], size: int) -> StepHandle:
@@ -255,6 +259,7 @@ class _LaunchedStep:
     ended: Fetch | None = None
     """Copy after the whole step; None when the copy of the chosen tokens is."""
 
+    @errors_of_device()
     def results(self) -> list[StepResult]:
         """Wait for the step's copies; see `StepHandle`."""
         sampled = iter(self.chosen.materialize() if self.chosen is not None else ())

@@ -4,7 +4,8 @@ Code above a device runs unchanged on both, so that tests need no GPU. All work 
 thread's current stream, in the order of its launch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.device.memory import DeviceMemory, measure_host
+from engine.executor import DeviceBroken
 
 Words: TypeAlias = npt.NDArray[np.int64]
 Fetch: TypeAlias = Callable[[], Words]
@@ -142,6 +144,17 @@ class CudaDevice(HostDevice):
         held = torch.cuda.memory_reserved(self._device) + _CONTEXT_BYTES
         memory = DeviceMemory(total_bytes=total, free_bytes=free, process_bytes=held)
         return MeasuredMemory(device=memory, peak_bytes=peak - before)
+
+
+@contextmanager
+def errors_of_device() -> Iterator[None]:
+    """Raise DeviceBroken in place of an error that CUDA repeats at every later call: any but a lack of memory."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.AcceleratorError, from torch 2.8 on
+        if not str(error).startswith("CUDA error") or "out of memory" in str(error):
+            raise
+        raise DeviceBroken(f"cannot use the device any more: {error}") from error
 
 
 @cache

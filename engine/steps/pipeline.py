@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from common.clock import Clock
 from engine.events import StepSample
-from engine.executor import Executor, StepHandle, StepResult
+from engine.executor import DeviceBroken, Executor, StepHandle, StepResult
 from engine.steps.plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,17 @@ class Pipeline:
         return handle.results()
 
     def abandon(self) -> list[StepPlan]:
-        """Wait for all steps, which build on a failed one, and drop their results. Returns them, oldest first."""
+        """Wait for all steps, which build on a failed one, and drop their results. Returns them, oldest first.
+
+        Raises DeviceBroken.
+        """
         plans: list[StepPlan] = []
         while self._steps:
             plans.append(self.oldest)
             try:
                 self.take()
+            except DeviceBroken:
+                raise
             except Exception:  # its result is lost anyway; it only must not run any more
                 logger.warning("a later step failed too", exc_info=True)
         return plans

@@ -11,8 +11,9 @@ from common.errors import EngineFault, PromptTooLong, Refused
 from common.fake_tokenizer import EOS_TOKEN_ID
 from common.ids import RequestId
 from common.wire_names import FinishReason
-from engine.core import MAX_FAILED_STEPS, DeviceBroken, EngineCore
+from engine.core import MAX_FAILED_STEPS, EngineCore
 from engine.events import Started, Tokens
+from engine.executor import DeviceBroken
 from tests import builders
 from tests.builders import (
     BLOCK_SIZE,
@@ -217,6 +218,16 @@ def test_prompt_whose_logits_are_not_finite_leaves_nothing_in_the_prefix_cache(m
     assert served(core, request).failure is not None
     assert not core.pool.snapshot().stored
     assert_empty(core)
+
+
+@pytest.mark.parametrize("fails", ["launch", "results"])
+def test_device_that_says_it_is_broken_ends_the_engine_at_once(make_core: MakeCore, fails: str) -> None:
+    core = make_core()
+    handle = mock.Mock(**{"results.side_effect": DeviceBroken("illegal memory access")})
+    launch = DeviceBroken("illegal memory access") if fails == "launch" else [handle]
+    submit(core, make_request(range(5), max_tokens=1))
+    with mock.patch.object(core.executor, "launch", side_effect=launch), pytest.raises(DeviceBroken, match="illegal"):
+        run_until_idle(core)
 
 
 def test_device_whose_logits_are_never_finite_ends_the_engine(make_core: MakeCore) -> None:

@@ -4,13 +4,14 @@ from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from common.sampling import PARAMETERS, SamplingParams
 from engine.cuda.loading import LoadedModel
-from engine.executor import ScheduledSequence
+from engine.executor import DeviceBroken, ScheduledSequence
 from engine.pages.kv_cache import TorchKvStore
 from engine.sequence import Sequence
 from tests.engine.driver import DEVICE, Driver, load, load_device, make_sequence
@@ -111,6 +112,45 @@ def test_launch_when_a_step_fails_half_way_the_next_ones_answer_the_same(
 
 def _raise(*_args: object, **_kwargs: object) -> None:
     raise RuntimeError("out of memory")
+
+
+ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered")
+NO_MEMORY = RuntimeError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize("place", ["graphs.DecodeGraphs.run", "executor.fetch_logprobs"])
+@pytest.mark.parametrize(("error", "expected"), [(ILLEGAL, DeviceBroken), (NO_MEMORY, RuntimeError)])
+def test_launch_when_cuda_fails_says_whether_the_device_is_broken(
+    qwen3: Path, error: Exception, expected: type[Exception], place: str
+) -> None:
+    executor = load_device(qwen3)
+    sampling = SamplingParams(temperature=0.0, num_prompt_logprobs=1 if "logprobs" in place else None)
+    sequence = make_sequence(make_prompt(5), sampling=sampling)
+    sequence.block_table.extend(range(2))
+    num_new = 1 if "graphs" in place else 5
+    sequence.num_computed = 5 - num_new
+    with mock.patch(f"engine.cuda.{place}", side_effect=error), pytest.raises(expected, match="CUDA error"):
+        executor.launch([ScheduledSequence(sequence, num_new, 1)])
+
+
+def test_launch_after_whose_failure_the_device_cannot_be_waited_for_proves_it_broken(qwen3: Path) -> None:
+    executor, sequence = load_device(qwen3), make_sequence(make_prompt(5))
+    sequence.block_table.extend(range(2))
+    with (
+        mock.patch("engine.model.decoder.Decoder.logits", side_effect=RuntimeError("Triton Error [CUDA]")),
+        mock.patch("engine.device.devices.HostDevice.synchronize", side_effect=ILLEGAL),
+        pytest.raises(DeviceBroken, match="illegal"),
+    ):
+        executor.launch([ScheduledSequence(sequence, 5, 1)])
+
+
+def test_results_that_cannot_be_copied_prove_the_device_broken(qwen3: Path) -> None:
+    executor, sequence = load_device(qwen3), make_sequence(make_prompt(5))
+    sequence.block_table.extend(range(2))
+    with mock.patch("engine.device.devices.HostDevice.fetch", return_value=mock.Mock(side_effect=ILLEGAL)):
+        handle = executor.launch([ScheduledSequence(sequence, 5, 1)])
+    with pytest.raises(DeviceBroken, match="illegal"):
+        handle.results()
 
 
 def test_results_when_logits_are_nan_say_so_and_the_next_step_in_flight_is_harmless(qwen3: Path) -> None:
