@@ -25,7 +25,7 @@ from engine.pages.kv_cache import TorchKvStore
 from engine.sampling.logits import SamplingRow
 from engine.sampling.sampler import Nucleus, Sampler
 from engine.weights.config import DecoderConfig
-from engine.weights.quantize import kv_scales, quantize_weights, widen_weights
+from engine.weights.quantize import kv_scales, quantizer, widen_weights
 from engine.work import StepFloors
 
 logger = logging.getLogger(__name__)
@@ -75,12 +75,18 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
     Without `num_blocks` and `kv_memory_bytes`, pages fill this process's share of the device.
     """
     assert isinstance(model.config, DecoderConfig), "transformers' architectures have a ModelExecutor"
+    convert = None
+    if options.quantization is not None:
+        convert = quantizer(model.config, options.quantization, device=model.device)
     weights = load_stacked_weights(
-        model.files, model.config, dtype=model.dtype, device=model.device, weight_format=model.weight_format
+        model.files,
+        model.config,
+        dtype=model.dtype,
+        device=model.device,
+        weight_format=model.weight_format,
+        convert=convert,
     )
     scales = kv_scales(weights, model.config) if options.kv_dtype == "fp8" else None
-    if options.quantization is not None:
-        quantize_weights(weights, model.config, options.quantization)
     widen_weights(weights, lambda linear, _span: linear)
     loaded = LoadedModel(
         decoder=Decoder(model.config, weights),

@@ -93,10 +93,12 @@ def load_stacked_weights(
     dtype: torch.dtype,
     device: torch.device,
     weight_format: WeightFormat | None = None,
+    convert: Convert | None = None,
 ) -> DecoderWeights:
-    """Return the weights as `load_weights` does, with experts in stacks: see `StackedMoe`."""
+    """Return the weights as `load_weights` does, with experts in stacks: see `StackedMoe`, whose are not converted."""
+    assert convert is None or config.experts is None, "experts in stacks are plain"
     allocate = partial(allocate_weights, config, dtype=dtype, device=device, stacks_experts=True)
-    return _load(files, config, allocate, weight_format, None)
+    return _load(files, config, allocate, weight_format, convert)
 
 
 def _load(

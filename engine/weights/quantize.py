@@ -171,7 +171,7 @@ class Fp8Linear:
         weight = (linear.weight.float() / scale).to(FP8)
         self.scale = scale
         """Float32 [out_features, 1]."""
-        self._bias = linear.bias
+        self.bias = linear.bias
         self._is_fast = weight.device.type == "cuda"
         # e4m3 is a subset of bfloat16: widening it once, for hardware that cannot multiply it, changes no result.
         wide = torch.bfloat16 if linear.weight.dtype is torch.bfloat16 else torch.float32
@@ -193,7 +193,7 @@ class Fp8Linear:
         else:
             wide = F.linear(rows.to(self.weight.dtype), self.weight)
             product = (wide.float() * scales * self.scale.t()).to(x.dtype)
-        return product if self._bias is None else product.add_(self._bias)
+        return product if self.bias is None else product.add_(self.bias)
 
     def _round(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not self._is_fast:
@@ -216,7 +216,7 @@ class Int8Linear:
         """Scale of each row, [out_features, 1], in the weights' dtype."""
         rounded = (linear.weight.float() / self.scale.float()).round_()
         self.weight = rounded.clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
-        self._bias = linear.bias
+        self.bias = linear.bias
         self._is_cuda = self.weight.device.type == "cuda"
 
     @property
@@ -232,7 +232,7 @@ class Int8Linear:
             product = int8_linear(x, self.weight, self.scale)
         else:
             product = F.linear(x, self.weight.to(x.dtype)) * self.scale.t()
-        return product if self._bias is None else product.add_(self._bias)
+        return product if self.bias is None else product.add_(self.bias)
 
 
 def quantize_rows_in_torch(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,13 +249,19 @@ def round_to_fp8(x: Tensor, scale: float) -> Tensor:
 def kv_scales(weights: DecoderWeights, config: DecoderConfig) -> tuple[tuple[float, float], ...]:
     """Return the factors of each layer's stored keys and values, both powers of two.
 
-    Needs weights as they were loaded: call it before they are quantized or packed.
+    Needs weights as they were loaded, or in 8 bits: call it before they are packed.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     scales = []
     for layer in weights.layers:
-        qkv = layer.qkv if isinstance(layer.qkv, GroupedLinear) else plain(layer.qkv)
-        values = qkv.weight.float() if isinstance(qkv, Linear) else qkv.weight.dequantize(torch.float32)
+        qkv = layer.qkv
+        if isinstance(qkv, Fp8Linear | Int8Linear):
+            values = qkv.weight.float() * qkv.scale.float()
+        elif isinstance(qkv, GroupedLinear):
+            values = qkv.weight.dequantize(torch.float32)
+        else:
+            qkv = plain(qkv)
+            values = qkv.weight.float()
         # After RMSNorm a feature has its weight as deviation, and a projection's output has the norm of its row.
         deviations = (values * layer.input_norm.float()).square().sum(1)
         if qkv.bias is not None:

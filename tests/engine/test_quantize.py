@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,14 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.loader import kv_fingerprint, load_weights, weight_files
+from engine.model.loader import kv_fingerprint, load_stacked_weights, load_weights, weight_files
 from engine.pages.kv_format import check_kv_format, kv_format
 from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
 from engine.weights.decoder_weights import HEAD_FIELD, DecoderWeights, GatedMlp, Linear, Projection, plain
 from engine.weights.grouped import GroupedLinear
+from engine.weights.layout import allocate_weights
 from engine.weights.quantize import (
     FP8_MAX,
     Fp8Linear,
+    Int8Linear,
     QuantizationMethod,
     check_quantization,
     kv_scales,
@@ -30,6 +32,7 @@ from engine.weights.quantize import (
     round_to_fp8,
     widen_weights,
 )
+from tests.engine.driver import load_device
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -192,9 +195,10 @@ def test_weights_that_are_no_numbers_are_refused_by_name(checkpoint: Callable[[s
         quantize_weights(weights, config, "int8")
 
 
-@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("read", [load_weights, load_stacked_weights])
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
 def test_weights_converted_while_they_load_equal_those_converted_afterwards(
-    method: QuantizationMethod, checkpoint: Callable[[str], Path]
+    method: QuantizationMethod, read: Callable[..., DecoderWeights], checkpoint: Callable[[str], Path]
 ) -> None:
     expected, config = load(checkpoint("qwen2"))
     quantize_weights(expected, config, method)
@@ -208,14 +212,46 @@ def test_weights_converted_while_they_load_equal_those_converted_afterwards(
         return convert(field, projection)
 
     files = weight_files(checkpoint("qwen2"))
-    found = load_weights(files, config, dtype=torch.float32, device=CPU, convert=convert_and_watch)
+    found = read(files, config, dtype=torch.float32, device=CPU, convert=convert_and_watch)
     assert len(plain_weights) == 4 * config.num_layers
     for ours, theirs in zip(found.projections(), expected.projections(), strict=True):
-        assert isinstance(ours, GroupedLinear)
-        assert isinstance(theirs, GroupedLinear)
-        assert torch.equal(ours.weight.codes, theirs.weight.codes)
-        assert torch.equal(ours.weight.scales, theirs.weight.scales)
-        assert (ours.bias is None) == (theirs.bias is None)
+        assert type(ours) is type(theirs)
+        assert isinstance(ours, GroupedLinear | Fp8Linear) or method == "fp8"  # whose head is plain
+        x = torch.randn(3, _in_features(ours), generator=torch.Generator().manual_seed(0))
+        assert torch.equal(ours(x), theirs(x))
+
+
+def _in_features(projection: Projection) -> int:
+    assert isinstance(projection, Linear | GroupedLinear | Fp8Linear)
+    return projection.weight.shape[1]
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_device_executor_never_holds_all_weights_plain_and_scales_its_pages(
+    method: Literal["fp8", "int8"], name: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, config = load(checkpoint(name))
+    expected = kv_scales(loaded, config)
+    allocated: list[DecoderWeights] = []
+
+    def allocate(*args: Any, **options: Any) -> DecoderWeights:
+        allocated.append(allocate_weights(*args, **options))
+        sizes = [plain(each).weight.is_meta for each in allocated[0].projections()]
+        assert all(sizes[:-1]), "plain weights of layers before they are read"
+        return allocated[0]
+
+    monkeypatch.setattr("engine.model.loader.allocate_weights", allocate)
+    kind = Fp8Linear if method == "fp8" else Int8Linear
+    # As on a GPU; a CPU's own kernels take integers in groups.
+    quantize = quantizer(config, method, device=torch.device("meta"))
+    monkeypatch.setattr("engine.cuda.loading.quantizer", lambda *_args, **_options: quantize)
+    load_device(checkpoint(name), quantization=method)
+    *layers, _head = allocated[0].projections()
+    assert all(isinstance(each, kind) for each in layers)
+    for ours, theirs in zip(kv_scales(allocated[0], config), expected, strict=True):
+        # The largest channel may round over a power of two.
+        assert all(a / b in (0.5, 1, 2) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_weights_converted_while_they_load_refuse_numbers_that_are_none(
