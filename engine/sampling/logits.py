@@ -100,6 +100,42 @@ class LogitEdits:
             logits.index_put_(cells, torch.full((), -torch.inf, device=logits.device))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMasks:
+    """Planned masks of a batch: the tokens that grammars allow."""
+
+    rows: Column | None
+    """Rows with a grammar, int64; None: all rows."""
+    bits: Column
+    """int32 [num_masks, ceil(vocab_size / 32)]; bit t % 32 of word t // 32 is set where token t is allowed."""
+
+    @classmethod
+    def plan(cls, rows: Sequence[SamplingRow], columns: PackedColumns) -> "TokenMasks | None":
+        """Add the columns that `apply` needs. Returns None when no row has a grammar."""
+        masks = {i: row.allowed for i, row in enumerate(rows) if row.allowed is not None}
+        if not masks:
+            return None
+        vocab_size = len(next(iter(masks.values())))
+        bits = np.zeros((len(masks), -(-vocab_size // 32) * 4), dtype=np.uint8)
+        for packed, mask in zip(bits, masks.values(), strict=True):
+            packed[: -(-vocab_size // 8)] = np.packbits(mask, bitorder="little")
+        return cls(
+            rows=columns.ints(list(masks)) if len(masks) < len(rows) else None,
+            bits=columns.add(bits.view(np.dtype("<i4"))),
+        )
+
+    def apply(self, logits: torch.Tensor, words: torch.Tensor) -> None:
+        """Forbid the other tokens in logits [rows, vocab] (float32). Mutates them."""
+        bits = self.bits.of(words)
+        powers = 1 << torch.arange(32, dtype=torch.int32, device=logits.device)
+        is_forbidden = ((bits.unsqueeze(-1) & powers) == 0).view(len(bits), -1)[:, : logits.shape[1]]
+        if self.rows is None:
+            logits.masked_fill_(is_forbidden, -torch.inf)
+        else:
+            rows = self.rows.of(words)
+            logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_forbidden, -torch.inf))
+
+
 def _plan_cells(rows: Sequence[int], token_ids: Sequence[npt.NDArray[Any]], columns: PackedColumns) -> Cells | None:
     """Add the columns of the cells of each row's tokens."""
     if not any(map(len, token_ids)):

@@ -12,7 +12,7 @@ from engine.device.columns import Column
 from engine.device.devices import Fetch, device_for
 from engine.executor import Logprobs, Sampled
 from engine.sampling.draw import Draw, DrawKernel, DrawPlan, first_best
-from engine.sampling.logits import LogitEdits, LogprobsFetch, fetch_logprobs
+from engine.sampling.logits import LogitEdits, LogprobsFetch, TokenMasks, fetch_logprobs
 from engine.sampling.penalties import Penalties, PenaltyPlan
 
 
@@ -57,10 +57,7 @@ class ShapedGroup:
 class ShapedPlan:
     """Rows that are not plain: their logits are shaped, then chosen from in groups of one `ChoiceMethod`."""
 
-    structured: tuple[int, ...]
-    """Rows with a grammar."""
-    allowed: torch.Tensor | None
-    """bool [len(structured), vocab], on the host: the tokens that their grammars allow."""
+    masks: TokenMasks | None
     edits: LogitEdits | None
     penalties: Penalties
     penalty_plan: PenaltyPlan | None
@@ -81,13 +78,11 @@ class ShapedPlan:
         return chosen
 
     def _shape(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        if self.edits is None and self.penalty_plan is None and self.allowed is None:
+        if self.edits is None and self.penalty_plan is None and self.masks is None:
             return logits.float()
         shaped = logits.to(torch.float32, copy=True)
-        if self.allowed is not None:
-            rows = torch.tensor(self.structured, device=shaped.device)
-            forbidden = self.allowed.logical_not().to(shaped.device)
-            shaped[rows] = shaped[rows].masked_fill_(forbidden, -torch.inf)
+        if self.masks is not None:
+            self.masks.apply(shaped, words)
         if self.edits is not None:
             self.edits.apply(shaped, words)
         if self.penalty_plan is None:

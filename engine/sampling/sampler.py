@@ -33,7 +33,6 @@ A beam's row is a greedy one that reports its best tokens; `engine.beams` choose
 import enum
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from common.errors import EngineFault
@@ -42,7 +41,7 @@ from engine.beams import num_candidates
 from engine.device.columns import PackedColumns
 from engine.executor import Sampled, ScheduledSequence
 from engine.sampling.draw import DrawKernel, DrawPlan, races, round_up_width
-from engine.sampling.logits import LogitEdits, SamplingRow
+from engine.sampling.logits import LogitEdits, SamplingRow, TokenMasks
 from engine.sampling.penalties import Penalties
 from engine.sampling.plan import ChoiceMethod, Chosen, SamplingPlan, ShapedGroup, ShapedPlan
 from engine.sequence import OutputTokens
@@ -128,10 +127,8 @@ class Sampler:
         groups: dict[ChoiceMethod, list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault(self._method(row), []).append(i)
-        allowed = {i: mask for i, row in enumerate(rows) if (mask := row.allowed) is not None}
         return ShapedPlan(
-            structured=tuple(allowed),
-            allowed=torch.from_numpy(np.stack(list(allowed.values()))) if allowed else None,
+            masks=TokenMasks.plan(rows, columns),
             edits=LogitEdits.plan(rows, self._eos_token_ids, columns),
             penalties=self._penalties,
             penalty_plan=self._penalties.plan([rows[i] for i in penalized], columns) if penalized else None,

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from common.block_hash import NO_HASHES
@@ -46,7 +48,27 @@ def load_device(model_dir: Path, **overrides: Any) -> CudaExecutor:
     return load_cuda_executor(ModelDescription.read(options), options)
 
 
-def make_sequence(prompt: Seq[int], *, sampling: SamplingParams = GREEDY, block_size: int = 4) -> Sequence:
+class EveryThird:
+    """The grammar of answers whose token i is i more than a multiple of 3; also its state."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def begin(self) -> "EveryThird":
+        """See `Grammar`."""
+        return self
+
+    def allowed_along(self, output: Seq[int], draft: Seq[int]) -> list[npt.NDArray[np.bool_]]:
+        """See `GrammarState`."""
+        first = len(output)
+        return [
+            np.arange(self._vocab_size) % 3 == num_before % 3 for num_before in range(first, first + len(draft) + 1)
+        ]
+
+
+def make_sequence(
+    prompt: Seq[int], *, sampling: SamplingParams = GREEDY, block_size: int = 4, grammar: Any = None
+) -> Sequence:
     """Return a fresh sequence without pages."""
     request = EngineRequest(
         request_id=RequestId("req-test"),
@@ -54,6 +76,7 @@ def make_sequence(prompt: Seq[int], *, sampling: SamplingParams = GREEDY, block_
         sampling=sampling,
         hash_root=HashRoot(bytes(32)),
         block_hashes=NO_HASHES,
+        grammar=grammar,
     )
     return Sequence.from_request(request, block_size=block_size, order=0)
 
@@ -157,7 +180,7 @@ class Driver:
             return None
         if not has_pending:
             return _item(sequence, min(chunk_size, sequence.num_tokens - sequence.num_computed))
-        if sequence.request.sampling.has_penalties:
+        if sequence.waits_for_tokens:
             return None
         self.num_overlapped += 1
         return ScheduledSequence(sequence, 1, 1, input_row=self._pending_rows[sequence])

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from engine.cuda.loading import LoadedModel
 from engine.executor import DeviceBroken, ScheduledSequence
 from engine.pages.kv_cache import TorchKvStore
 from engine.sequence import Sequence
-from tests.engine.driver import DEVICE, Driver, load, load_device, make_sequence
+from tests.engine.driver import DEVICE, Driver, EveryThird, load, load_device, make_sequence
 from tests.engine.test_executors import fill_with_nan
 from tests.engine.tiny_models import LATENT, MIXTURES, VOCAB_SIZE, make_prompt
 from tests.engine.triton_interpreter import patched_once
@@ -32,13 +33,14 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"min_tokens": 15, "stop_token_ids": frozenset({5, 9})},
     {"repetition_penalty": 1.4, "temperature": 0.0},
     {"presence_penalty": 0.9, "frequency_penalty": 0.6, "top_k": 30, "top_p": 0.9},
+    {"structured_outputs": '{"regex": "a*"}', "temperature": 0.0},
 ]
 
 
 # What does not change which token is chosen from given logits, or is not this executor's.
 NOT_SAMPLED = {
     *("n", "seed", "max_tokens", "stop", "ignore_eos", "num_prompt_logprobs", "include_special_tokens", "detokenize"),
-    *("structured_outputs", "use_beam_search", "length_penalty", "early_stopping"),
+    *("use_beam_search", "length_penalty", "early_stopping"),
 }
 
 
@@ -46,9 +48,10 @@ def sampled_sequences(num: int = len(SAMPLINGS)) -> list[Sequence]:
     return [
         make_sequence(
             make_prompt(3 + 5 * i, seed=i),
-            sampling=SamplingParams(seed=i, max_tokens=64, **SAMPLINGS[i % len(SAMPLINGS)]),
+            sampling=SamplingParams(seed=i, max_tokens=64, **sampling),
+            grammar=EveryThird(VOCAB_SIZE) if "structured_outputs" in sampling else None,
         )
-        for i in range(num)
+        for i, sampling in zip(range(num), cycle(SAMPLINGS), strict=False)
     ]
 
 
@@ -192,8 +195,8 @@ def test_load_when_no_pages_are_given_fills_the_memory_that_is_left(
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_launch_on_a_gpu_never_waits_for_it(name: str, checkpoint: Callable[[str], Path]) -> None:
     driver = Driver(load_device(checkpoint(name), dtype="bfloat16", num_blocks=512, max_running=16))
-    driver.generate(sampled_sequences(10), num_tokens=3)  # kernels are compiled
-    sequences = sampled_sequences(10)
+    driver.generate(sampled_sequences(), num_tokens=3)  # kernels are compiled
+    sequences = sampled_sequences()
     batch = []
     for sequence in sequences:
         sequence.block_table.extend(driver.free.pop() for _ in range(16))
@@ -206,7 +209,7 @@ def test_launch_on_a_gpu_never_waits_for_it(name: str, checkpoint: Callable[[str
         second = driver.executor.launch([ScheduledSequence(s, 1, 1, input_row=i) for i, s in enumerate(sequences)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [len(handle.results()) for handle in (first, second)] == [10, 10]
+    assert [len(handle.results()) for handle in (first, second)] == [len(SAMPLINGS)] * 2
 
 
 @pytest.fixture
