@@ -157,9 +157,8 @@ class Sequence:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether the next step depends on the value of the sampled token."""
-        sampling = self.request.sampling
-        return self.is_pinned or sampling.has_penalties or sampling.has_beams or self.request.grammar is not None
+        """Whether the host needs the value of the sampled token before the next step; penalties do without."""
+        return self.is_pinned or self.request.sampling.has_beams or self.request.grammar is not None
 
     @property
     def will_decode(self) -> bool:

@@ -136,7 +136,9 @@ class CudaExecutor:
         words = self._decode.upload(step, columns)
         self._tables.apply(update, words)
         output = self._decode.run(step)
-        chosen = sampling.choose(output.logits[: len(batch)], words, output.token_ids[: len(batch)])
+        chosen = sampling.choose(
+            output.logits[: len(batch)], words, output.token_ids[: len(batch)], self._decode.last_sampled
+        )
         self._keep_sampled(chosen)
         return _LaunchedStep(num_samples=(1,) * len(batch), chosen=chosen, prompt_logprobs=())
 
@@ -158,7 +160,7 @@ class CudaExecutor:
         pooled = self._fetch_pooled(batch, metadata, hidden)
         chosen = None
         if samples is not None:
-            chosen = samples.choose(samples.logits(self._model, hidden, words), words)
+            chosen = samples.choose(samples.logits(self._model, hidden, words), words, self._decode.last_sampled)
             self._keep_sampled(chosen)
         # Others may fetch the KV of a step that samples nothing: its results must wait for it too.
         ended = device_for(self._device).fetch(words[:1]) if chosen is None else None
@@ -242,9 +244,9 @@ class _SamplesPlan:
         logits = model.logits(hidden.index_select(0, self.last_tokens.of(words)))
         return logits if self.repeats is None else logits.index_select(0, self.repeats.of(words))
 
-    def choose(self, logits: Tensor, words: Tensor) -> Chosen:
+    def choose(self, logits: Tensor, words: Tensor, last_sampled: Tensor) -> Chosen:
         """Choose from the logits of each sample."""
-        return self.sampling.choose(logits, words, self.race.choose(logits, first_best(logits), words))
+        return self.sampling.choose(logits, words, self.race.choose(logits, first_best(logits), words), last_sampled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

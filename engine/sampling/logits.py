@@ -32,6 +32,9 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     draft: Sequence[int] = ()
     """Drafted tokens between the outputs and this one."""
+    pending_row: int | None = None
+    """Row of the latest output among the tokens sampled last, when the host does not know it yet; `output_token_ids`
+    are those before it."""
     tested: int = -1
     """Drafted token at its place, which the rejection rule accepts or not; -1: none, or the coupled rule."""
     owner: object | None = None

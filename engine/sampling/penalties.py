@@ -1,7 +1,7 @@
 """Repetition, frequency and presence penalties, and the token counts behind them.
 
 Counts stay on the device between steps. A step sends only the tokens that were chosen since the last one, so that its
-cost on the host does not grow with the context.
+cost on the host does not grow with the context. One that the host does not know yet is counted where it was chosen.
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,10 @@ class PenaltyPlan:
     """Prompt tokens of the restarted places, int64: place * vocab_size + token id."""
     output_cells: Column | None
     """Outputs not yet counted, int64, likewise."""
+    pending_cells: Column | None
+    """First cells of the places whose latest output the host does not know, int64: place * vocab_size."""
+    pending_rows: Column | None
+    """Rows of these outputs among the tokens sampled last, int64."""
     draft_cells: Column | None
     """Drafted tokens, which count for their row only, int64: row * vocab_size + token id."""
     repetition: Column | None
@@ -72,6 +76,7 @@ class Penalties:
         restarted: list[int] = []
         prompt_cells: list[Cells] = []
         output_cells: list[Cells] = []
+        pending: dict[int, int] = {}
         draft_cells = [self._cells(i, row.draft) for i, row in enumerate(rows) if row.draft]
         for place, key, row in zip(places, keys, rows, strict=True):
             if place in counted:
@@ -86,6 +91,9 @@ class Penalties:
             num_outputs = len(row.output_token_ids)
             if num_outputs > num_counted:
                 output_cells.append(self._cells(place, row.output_token_ids[num_counted:]))
+            if row.pending_row is not None:
+                pending[place] = row.pending_row
+                num_outputs += 1
             counted[place] = _Counted(key=key, num_outputs=num_outputs)
         params = [row.params for row in rows]
         repetition = [p.repetition_penalty for p in params]
@@ -95,6 +103,8 @@ class Penalties:
             restarted=columns.ints(restarted) if restarted else None,
             prompt_cells=columns.ints(np.concatenate(prompt_cells)) if prompt_cells else None,
             output_cells=columns.ints(np.concatenate(output_cells)) if output_cells else None,
+            pending_cells=columns.ints([place * self._vocab_size for place in pending]) if pending else None,
+            pending_rows=columns.ints([*pending.values()]) if pending else None,
             draft_cells=columns.ints(np.concatenate(draft_cells)) if draft_cells else None,
             repetition=columns.floats(repetition) if any(p != 1.0 for p in repetition) else None,
             frequency=columns.floats(frequency) if any(frequency) else None,
@@ -102,13 +112,21 @@ class Penalties:
             counted=counted,
         )
 
-    def apply(self, plan: PenaltyPlan, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    def apply(
+        self, plan: PenaltyPlan, logits: torch.Tensor, words: torch.Tensor, last_sampled: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Count new tokens; apply repetition, frequency and presence to logits [rows, vocab] (float32), in place.
 
+        `last_sampled`: see `SamplingPlan.choose`; only rows with a `pending_row` need it, and none is negative.
         Temporaries are few: each is as large as the logits, and new memory costs a CPU more than the arithmetic.
         """
         counts, in_prompt = self._tables(logits.device)
         self._count(plan, counts, in_prompt, words)
+        if plan.pending_cells is not None and plan.pending_rows is not None:
+            assert last_sampled is not None, "a pending token lies among those sampled last"
+            cells = plan.pending_cells.of(words) + last_sampled.index_select(0, plan.pending_rows.of(words))
+            _add_at(counts, cells)
+        self._counted.update(plan.counted)
         places = plan.places.of(words)
         output_counts = counts.index_select(0, places)
         _add_cells(output_counts, plan.draft_cells, words)
@@ -134,7 +152,6 @@ class Penalties:
         if plan.prompt_cells is not None:
             in_prompt.view(-1).index_fill_(0, plan.prompt_cells.of(words), 1)
         _add_cells(counts, plan.output_cells, words)
-        self._counted.update(plan.counted)
 
     def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the two tables, with a row per place."""
@@ -151,8 +168,11 @@ class Penalties:
 def _add_cells(counts: torch.Tensor, planned: Column | None, words: torch.Tensor) -> None:
     """Add 1 to cells of counts [rows, vocab], numbered row by row. Mutates them."""
     if planned is not None:
-        cells = planned.of(words)
-        counts.view(-1).scatter_add_(0, cells, torch.ones((), device=counts.device).expand(len(cells)))
+        _add_at(counts, planned.of(words))
+
+
+def _add_at(counts: torch.Tensor, cells: torch.Tensor) -> None:
+    counts.view(-1).scatter_add_(0, cells, torch.ones((), device=counts.device).expand(len(cells)))
 
 
 def _factors(column: Column, words: torch.Tensor) -> torch.Tensor:

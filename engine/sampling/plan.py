@@ -65,9 +65,11 @@ class ShapedPlan:
     """Rows with penalties; None: all."""
     groups: tuple[ShapedGroup, ...]
 
-    def choose(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    def choose(
+        self, logits: torch.Tensor, words: torch.Tensor, last_sampled: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return token ids, int64 [rows], for logits [rows, vocab]."""
-        shaped = self._shape(logits, words)
+        shaped = self._shape(logits, words, last_sampled)
         if len(self.groups) == 1:
             return self.groups[0].choose(shaped, words)
         chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -77,7 +79,7 @@ class ShapedPlan:
             chosen.index_copy_(0, rows, group.choose(shaped.index_select(0, rows), words))
         return chosen
 
-    def _shape(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    def _shape(self, logits: torch.Tensor, words: torch.Tensor, last_sampled: torch.Tensor | None) -> torch.Tensor:
         if self.edits is None and self.penalty_plan is None and self.masks is None:
             return logits.float()
         shaped = logits.to(torch.float32, copy=True)
@@ -88,9 +90,10 @@ class ShapedPlan:
         if self.penalty_plan is None:
             return shaped
         if self.penalized is None:
-            return self.penalties.apply(self.penalty_plan, shaped, words)
+            return self.penalties.apply(self.penalty_plan, shaped, words, last_sampled)
         rows = self.penalized.of(words)
-        return shaped.index_copy_(0, rows, self.penalties.apply(self.penalty_plan, shaped.index_select(0, rows), words))
+        penalized = self.penalties.apply(self.penalty_plan, shaped.index_select(0, rows), words, last_sampled)
+        return shaped.index_copy_(0, rows, penalized)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +110,17 @@ class SamplingPlan:
     """(row, number of best tokens) of the rows that ask for log-probabilities."""
     logprob_rows: Column | None
 
-    def choose(self, logits: torch.Tensor, words: torch.Tensor, plain_ids: torch.Tensor | None = None) -> "Chosen":
+    def choose(
+        self,
+        logits: torch.Tensor,
+        words: torch.Tensor,
+        plain_ids: torch.Tensor | None = None,
+        last_sampled: torch.Tensor | None = None,
+    ) -> "Chosen":
         """Choose from logits [num_rows, vocab_size], given the uploaded columns.
 
-        `plain_ids`, int64 [num_rows], are the tokens of plain rows; None: each takes its `first_best`.
+        `plain_ids`, int64 [num_rows], are the tokens of plain rows; None: each takes its `first_best`. `last_sampled`,
+        int64, are those that the step before has sampled, to which `SamplingRow.pending_row` points.
         """
         expected = (self.num_rows, self.vocab_size)
         if logits.shape != expected:
@@ -120,7 +130,7 @@ class SamplingPlan:
         if self.shaped is None:
             return self.deliver(first_best(logits) if plain_ids is None else plain_ids, logits, words)
         if self.plain_rows is None or self.shaped_rows is None:
-            return self.deliver(self.shaped.choose(logits, words), logits, words)
+            return self.deliver(self.shaped.choose(logits, words, last_sampled), logits, words)
         shaped = self.shaped_rows.of(words)
         if plain_ids is None:
             plain = self.plain_rows.of(words)
@@ -128,7 +138,7 @@ class SamplingPlan:
             token_ids.index_copy_(0, plain, first_best(logits.index_select(0, plain)))
         else:
             token_ids = plain_ids.clone()  # a graph's own memory
-        token_ids.index_copy_(0, shaped, self.shaped.choose(logits.index_select(0, shaped), words))
+        token_ids.index_copy_(0, shaped, self.shaped.choose(logits.index_select(0, shaped), words, last_sampled))
         return self.deliver(token_ids, logits, words)
 
     def deliver(self, token_ids: torch.Tensor, logits: torch.Tensor, words: torch.Tensor) -> "Chosen":

@@ -185,6 +185,7 @@ def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
             token_index=token_index + num_drafted,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=output_token_ids,
+            pending_row=item.input_row,
             draft=path[:num_drafted] if num_drafted else (),
             owner=sequence,
             tested=path[num_drafted] if item.rejects and num_drafted < len(path) else -1,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from common.errors import EngineFault
+from common.structured_outputs import structure_text
 from engine.events import Started, Tokens
 from tests.builders import (
     assert_empty,
@@ -40,11 +41,12 @@ def test_plan_when_context_ends_launches_nothing_behind_the_last_token() -> None
     assert (len(spy.batches), len(collector.outputs)) == (4, 4)
 
 
-def test_sequence_with_penalties_waits_for_its_tokens_while_others_go_on() -> None:
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_sequence_with_a_grammar_waits_for_its_tokens_while_others_go_on(penalty: float) -> None:
     core, spy = spied()
-    free = make_request([1, 2], max_tokens=8, ignore_eos=True)
-    penalised = make_request([3, 4], max_tokens=8, ignore_eos=True, presence_penalty=0.5)
-    (free_group, free_out), (waiting_group, waiting_out) = submit(core, free), submit(core, penalised)
+    free = make_request([1, 2], max_tokens=8, ignore_eos=True, presence_penalty=penalty)
+    structured = make_request([3, 4], max_tokens=8, structured_outputs=structure_text({"regex": "[ab]{20}"}))
+    (free_group, free_out), (waiting_group, waiting_out) = submit(core, free), submit(core, structured)
     run_until_idle(core)
     rows: dict[Any, list[int | None]] = {free_group.leader: [], waiting_group.leader: []}
     for batch in spy.batches:
@@ -53,7 +55,7 @@ def test_sequence_with_penalties_waits_for_its_tokens_while_others_go_on() -> No
     assert rows[waiting_group.leader] == [None] * 8
     assert rows[free_group.leader].count(None) == 1
     assert free_out.token_ids() == expected_tokens(free)
-    assert waiting_out.token_ids() == expected_tokens(penalised)
+    assert waiting_out.token_ids() == expected_tokens(structured)
 
 
 @pytest.mark.parametrize("failing", [{2}, {2, 3}])

@@ -33,11 +33,18 @@ def structured(mask: np.ndarray[Any, np.dtype[np.bool_]], **params: Any) -> Samp
     return row
 
 
+def pending(**params: Any) -> SamplingRow:
+    row = make_row(**params)
+    row.pending_row = 1
+    return row
+
+
 ROWS: dict[str, list[SamplingRow]] = {
     "plain": [make_row(temperature=0.0), make_row()],
     "ranked": [make_row(top_k=5), make_row(top_p=0.7, num_logprobs=3), make_row(min_p=0.1)],
     "edited": [make_row(logit_bias=((3, 4.0),)), make_row(min_tokens=3)],
     "penalised": [make_row(repetition_penalty=1.4), make_row(presence_penalty=0.9, output=(3, 4)), make_row()],
+    "pending": [pending(frequency_penalty=0.4, token_index=1), make_row(frequency_penalty=0.4)],
     "structured": [structured(np.arange(70) % 3 == 0)],
     "among others": [make_row(top_p=0.5), structured(np.arange(70) % 3 == 0, top_k=9), make_row(temperature=0.0)],
 }
@@ -50,7 +57,8 @@ def test_choice_on_a_device_reads_no_memory_of_the_host(rows: list[SamplingRow])
     plan = sampler.plan(rows, columns)
     words = torch.empty(columns.num_words, dtype=torch.int64, device="meta")
     with HostReads():  # type: ignore[no-untyped-call]
-        chosen = plan.choose(torch.empty((len(rows), 70), device="meta"), words)
+        last_sampled = torch.empty(8, dtype=torch.int64, device="meta")
+        chosen = plan.choose(torch.empty((len(rows), 70), device="meta"), words, last_sampled=last_sampled)
     assert chosen.token_ids.shape == (len(rows),)
 
 

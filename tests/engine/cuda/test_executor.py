@@ -63,6 +63,25 @@ def test_launch_when_rows_are_sampled_in_every_way_equals_the_other_executor(qwe
     assert driver.num_overlapped
 
 
+@pytest.mark.parametrize("max_running", [3, 8])
+def test_penalised_answers_run_on_tokens_that_the_host_does_not_know_yet(qwen3: Path, max_running: int) -> None:
+    penalties: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.8, "temperature": 0.0},
+        {"frequency_penalty": 2.0, "temperature": 0.0},
+        {"presence_penalty": 2.0, "temperature": 1.5, "top_k": 8},
+    ]
+    sampling = [SamplingParams(seed=i, max_tokens=64, **each) for i, each in enumerate(penalties)]
+
+    def sequences() -> list[Sequence]:
+        return [make_sequence(make_prompt(4 + i), sampling=each) for i, each in enumerate(sampling)]
+
+    expected = Driver(load(qwen3)).generate(sequences(), num_tokens=NUM_TOKENS)
+    driver = Driver(load_device(qwen3, max_running=max_running))
+    for _ in range(3):  # rows of the counts change hands
+        assert driver.generate(sequences(), num_tokens=NUM_TOKENS) == expected
+    assert driver.num_overlapped == 3 * 3 * (NUM_TOKENS - 1)
+
+
 @pytest.mark.parametrize("max_graph_seqs", [1, 3, 8])
 def test_launch_when_batch_exceeds_the_largest_graph_answers_the_same(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, max_graph_seqs: int
