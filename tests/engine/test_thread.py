@@ -185,3 +185,15 @@ async def test_planning_that_never_ends_is_seen_as_a_running_step() -> None:
             step = await seen.get()
     assert step is not None
     assert step.shapes == ()
+
+
+async def test_started_engine_waits_for_a_busy_event_loop_far_shorter_than_python_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    intervals = [0.005]
+    monkeypatch.setattr("sys.getswitchinterval", lambda: intervals[-1])
+    monkeypatch.setattr("sys.setswitchinterval", intervals.append)
+    for _ in range(2):
+        async with running(make_core(), unexpected):
+            pass
+    assert intervals[1] == intervals[2] <= 0.0005
