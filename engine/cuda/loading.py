@@ -14,6 +14,7 @@ from engine.cuda.portable import PortableOps
 from engine.device.devices import MeasuredMemory, device_for
 from engine.device.memory import MemoryShare, NoRoomForPages, device_free_bytes
 from engine.kv_store import KvShape
+from engine.model.checkpoints.checkpoint import quantized_by
 from engine.model.decoder import Decoder
 from engine.model.floors import measure_floors
 from engine.model.loader import load_stacked_weights
@@ -24,8 +25,10 @@ from engine.options import CheckpointInfo, EngineOptions, ModelDescription
 from engine.pages.kv_cache import TorchKvStore
 from engine.sampling.logits import SamplingRow
 from engine.sampling.sampler import Nucleus, Sampler
-from engine.weights.config import DecoderConfig
-from engine.weights.quantize import kv_scales, quantizer, widen_weights
+from engine.weights.config import DecoderConfig, UnsupportedModel
+from engine.weights.layout import all_projections
+from engine.weights.precision import dtype_name
+from engine.weights.quantize import QuantizationMethod, kv_scales, quantizer, widen_weights
 from engine.work import StepFloors
 
 logger = logging.getLogger(__name__)
@@ -70,11 +73,14 @@ class StepBounds:
 
 
 def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaExecutor:
-    """Return an executor for a model of a native architecture; takes seconds. Raises ValueError when no page fits.
+    """Return an executor for a model of a native architecture; takes seconds.
 
-    Without `num_blocks` and `kv_memory_bytes`, pages fill this process's share of the device.
+    Without `num_blocks` and `kv_memory_bytes`, pages fill this process's share of the device. Raises UnsupportedModel
+    when the weights do not fit, and ValueError when no page does.
     """
     assert isinstance(model.config, DecoderConfig), "transformers' architectures have a ModelExecutor"
+    free_bytes = device_free_bytes(device_for(model.device).memory(), options.memory_share)
+    check_weights_fit(model, options.quantization, free_bytes)
     convert = None
     if options.quantization is not None:
         convert = quantizer(model.config, options.quantization, device=model.device)
@@ -103,6 +109,32 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
     bounds = StepBounds(max_step_tokens=options.max_step_tokens, max_running=options.max_running)
     num_blocks = options.num_pages(model.shape, lambda: measure_kv_bytes(loaded, bounds, options.memory_share))
     return make_cuda_executor(loaded, num_blocks, bounds)
+
+
+def check_weights_fit(model: ModelDescription, quantization: QuantizationMethod | None, free_bytes: int) -> None:
+    """Raise UnsupportedModel, with their size, for weights that are larger than this worker's part of the device.
+
+    Else they would be read for minutes, and end in a lack of memory: those in 4 bits, too, which no kernel here takes.
+    """
+    config, dtype = model.config, dtype_name(model.dtype)
+    assert isinstance(config, DecoderConfig), "transformers loads its own"
+    num_projected = sum(each.out_features * each.in_features for each in all_projections(config))
+    num_embedded = config.vocab_size * config.hidden_size * (1 if config.has_tied_embeddings else 2)
+    projected_bytes = num_projected * (1 if quantization is not None else model.dtype.itemsize)
+    needed_bytes = projected_bytes + num_embedded * model.dtype.itemsize
+    if needed_bytes <= free_bytes:
+        return
+    method = quantized_by(model.files, model.weight_format)
+    form, advice = f"take {needed_bytes / _GIB:.1f} GiB in {quantization or dtype}", "use a smaller model"
+    if method is not None:
+        form = f"are in {method}, and a GPU takes them widened to {dtype}: {needed_bytes / _GIB:.1f} GiB"
+        advice = "use a plain checkpoint with model.quantization: fp8"
+    elif quantization is None and config.experts is None:
+        advice = "set model.quantization: fp8"
+    raise UnsupportedModel(
+        f"cannot load {model.info.name}: its weights {form}, and {free_bytes / _GIB:.1f} GiB of the device are free for"
+        f" this worker; {advice}"
+    )
 
 
 def make_cuda_executor(model: LoadedModel, num_blocks: int, bounds: StepBounds) -> CudaExecutor:

@@ -66,10 +66,13 @@ class HostDevice:
     def measure(self, run: Callable[[], object]) -> MeasuredMemory:
         """Return the memory that `run` needs, by running it; nothing is kept for it. A CPU's peak is not measured."""
         run()
+        return MeasuredMemory(device=self.memory(), peak_bytes=0)
+
+    def memory(self) -> DeviceMemory:
+        """Return the memory as it is now."""
         host = measure_host()
         total = host.available_bytes + host.process_bytes
-        memory = DeviceMemory(total_bytes=total, free_bytes=host.available_bytes, process_bytes=host.process_bytes)
-        return MeasuredMemory(device=memory, peak_bytes=0)
+        return DeviceMemory(total_bytes=total, free_bytes=host.available_bytes, process_bytes=host.process_bytes)
 
 
 class CudaDevice(HostDevice):
@@ -139,11 +142,14 @@ class CudaDevice(HostDevice):
         run()
         self.synchronize()
         peak = torch.cuda.max_memory_allocated(self._device)
+        return MeasuredMemory(device=self.memory(), peak_bytes=peak - before)
+
+    def memory(self) -> DeviceMemory:
+        """Return the memory as it is now, without what torch keeps for reuse."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         held = torch.cuda.memory_reserved(self._device) + _CONTEXT_BYTES
-        memory = DeviceMemory(total_bytes=total, free_bytes=free, process_bytes=held)
-        return MeasuredMemory(device=memory, peak_bytes=peak - before)
+        return DeviceMemory(total_bytes=total, free_bytes=free, process_bytes=held)
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 """Whole checkpoints with quantized weights: the tokens of the plain model with the same values, and clear refusals."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.cuda.loading import check_weights_fit
 from engine.model.checkpoints.fusing import fuse
-from engine.weights.config import UnsupportedModel
+from engine.weights.config import DecoderConfig, UnsupportedModel
 from engine.weights.decoder_weights import Linear
 from engine.weights.grouped import GroupedLinear
 from engine.weights.quantize import kv_scales
@@ -208,6 +211,36 @@ def test_quantization_of_a_quantized_checkpoint_is_refused(tmp_path: Path) -> No
     save_quantized(tmp_path, GPTQ, pack_gptq)
     with pytest.raises(UnsupportedModel, match=r"cannot apply quantization: int8: .* quantized already, by gptq"):
         describe(tmp_path, quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "is_awq", "free_gib", "reason"),
+    [
+        (None, True, 132, None),
+        (
+            None,
+            True,
+            131,
+            r"are in awq, and a GPU takes them widened to bfloat16: 131\.4 GiB, and 131\.0 GiB",
+        ),
+        (None, False, 131, r"take 131\.4 GiB in bfloat16, and .*; set model\.quantization: fp8"),
+        ("fp8", False, 70, None),
+        ("fp8", False, 66, r"take 67\.7 GiB in fp8, and 66\.0 GiB of the device .*; use a smaller model"),
+    ],
+)
+def test_model_of_70_billion_parameters_is_refused_on_a_gpu_with_the_size_it_would_have(
+    tmp_path: Path, quantization: Literal["fp8"] | None, free_gib: int, reason: str | None, *, is_awq: bool
+) -> None:
+    save_quantized(tmp_path, AWQ, pack_awq)
+    small = describe(tmp_path, dtype="bfloat16")
+    assert isinstance(small.config, DecoderConfig)
+    sizes = {"hidden_size": 8192, "num_layers": 80, "intermediate_size": 28672, "vocab_size": 128256}
+    heads = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "has_tied_embeddings": False}
+    model = replace(small, config=replace(small.config, **sizes, **heads))
+    if not is_awq:
+        model = replace(model, weight_format=None)
+    with nullcontext() if reason is None else pytest.raises(UnsupportedModel, match=reason):
+        check_weights_fit(model, quantization, free_gib << 30)
 
 
 def test_fingerprint_differs_when_the_same_bytes_mean_other_weights(tmp_path: Path) -> None:
