@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -32,6 +32,7 @@ from worker.factory import limits_for, load_executor_for
 
 BLOCK_SIZE = 16
 _BIG_CARD_BYTES = 100 << 30
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class Format(StrEnum):
@@ -147,9 +148,9 @@ class EngineArm:
         """Put a greedy request in line that no end-of-sequence token ends."""
         return _accepted(self.core.add(self._request(prompt, max_tokens), _ignore))
 
-    def add_decoding(self, num_context_tokens: int, *, max_tokens: int) -> Group:
+    def add_decoding(self, num_context_tokens: int, *, max_tokens: int, sampling: SamplingParams = _GREEDY) -> Group:
         """Enter a request whose prompt's KV is in its pages already, as after a handoff: it decodes from here."""
-        request = self._request(self.prompt(num_context_tokens), max_tokens)
+        request = self._request(self.prompt(num_context_tokens), max_tokens, sampling)
         group = _accepted(self.core.reserve(request, _ignore))
         self.core.commit(group, num_context_tokens)
         self.core.start(group, [(0, False)])
@@ -184,11 +185,11 @@ class EngineArm:
             noise: Tensor = torch.randn(pages.shape, dtype=torch.bfloat16, device=pages.device)
             pages.copy_(noise)
 
-    def _request(self, prompt: Sequence[int], max_tokens: int) -> EngineRequest:
+    def _request(self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams = _GREEDY) -> EngineRequest:
         return EngineRequest(
             request_id=mint_request_id(),
             prompt_token_ids=as_tokens(prompt),
-            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            sampling=replace(sampling, max_tokens=max_tokens, ignore_eos=True),
             hash_root=self._root,
             block_hashes=hash_blocks(prompt, root=self._root, block_size=BLOCK_SIZE),
         )

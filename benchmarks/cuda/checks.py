@@ -5,23 +5,28 @@
 Oracle: small random models in float32 on the device, eight requests that arrive in the middle of each other's work,
 prompts cut into chunks, prefixes found in the cache; every greedy token must be the one that plain transformers
 generates on the CPU from the same weights. Tests: the folders below tests/engine that run on a GPU where there is one,
-in parallel, without those that only compile.
+in parallel and each by itself (`by_test`), without those that only compile. Their output is shown as it comes. When the
+time is up, their processes are killed, and what has passed and failed until then is reported.
 """
 
-import importlib.util
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.cuda.arms import Arm, EngineArm, Format, transformers_model
-from benchmarks.cuda.part import Part, part_parser, run_part
+from benchmarks.cuda.part import Part, exit_when_terminated, part_parser, run_part
 from benchmarks.cuda.report import Reading
 from common.cgroups import usable_cores
 from common.random_models import CONFIGS
@@ -33,7 +38,17 @@ _SMOKE_PROMPT_TOKENS, _NUM_SMOKE_OUTPUT_TOKENS = (1, 16, 17, 100), 8
 _STEP_TOKENS = 48
 _TEST_FOLDERS = tuple(Path("tests/engine") / name for name in ("triton_kernels", "cuda", "cuda_kv"))
 _COMPILE_TESTS = "tests/engine/triton_kernels/test_compile.py"
+_SMOKE_TESTS = Path("tests/engine/cuda/test_buffers.py")
 _TEST_PROCESSES = 12
+PLUGINS = (
+    "xdist.plugin",
+    "pytest_asyncio.plugin",
+    "pytest_timeout",
+    "_hypothesis_pytestplugin",
+    "benchmarks.cuda.by_test",
+)
+"""The only plugins: others of the machine may not go together with the pytest that was carried there."""
+_RESULT = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED) (\S+\.py\b.*?)(?: - .*)?$")
 
 
 def run_oracle(part: Part) -> None:
@@ -45,11 +60,11 @@ def run_oracle(part: Part) -> None:
 
 def run_tests(part: Part) -> None:
     """Run the tests that want a GPU."""
-    folders = [str(folder) for folder in _TEST_FOLDERS if folder.is_dir()]
-    case = f"tests, {' '.join(folders)}"
+    folders = [_SMOKE_TESTS] if part.is_smoke else [folder for folder in _TEST_FOLDERS if folder.is_dir()]
+    case = f"tests, {' '.join(map(str, folders))}"
     if part.has_time(case):
         with part.case(case):
-            _run_tests(part, case, folders)
+            _run_tests(part, case, list(map(str, folders)))
 
 
 def _check_oracle(part: Part, model: str) -> None:
@@ -105,28 +120,57 @@ def _generate(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def _run_tests(part: Part, case: str, folders: list[str]) -> None:
-    if importlib.util.find_spec("pytest") is None:
-        raise RuntimeError("pytest is not installed: make the folder of packages with deploy/bundle --dev")
+    plugins = [each for plugin in PLUGINS for each in ("-p", plugin)]
     parallel = ["-n", str(min(_TEST_PROCESSES, usable_cores())), "--deselect", _COMPILE_TESTS]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, *folders]
-    left_s = max(1.0, part.deadline_s - time.monotonic())
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"not done after {left_s:.0f} s") from error
-    print(done.stdout[-6000:], flush=True)
-    counts = {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout)}
-    part.add(
-        Reading(
-            case=case,
-            value=counts.get("passed", 0),
-            unit="tests passed",
-            note=", ".join(f"{number} {name}" for name, number in counts.items() if name != "passed"),
-        )
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *plugins, *parallel, *folders]
+    lines, status = stream(command, max(1.0, part.deadline_s - time.monotonic()))
+    found = {test: result for result, test in (match.groups() for match in map(_RESULT.search, lines) if match)}
+    counts = Counter(found.values())
+    note = ", ".join(f"{number} {result.lower()}" for result, number in counts.items() if result != "PASSED")
+    part.add(Reading(case=case, value=counts["PASSED"], unit="tests passed", note=note))
+    bad = [test for test, result in found.items() if result in ("FAILED", "ERROR")]
+    if bad:
+        raise AssertionError(f"{len(bad)} failed: {', '.join(bad[:5])}")
+    if status is None:
+        raise AssertionError("not all were done in time")
+    if status:
+        raise AssertionError(f"pytest ended with {status}: {' '.join(lines[-5:])}")
+
+
+def stream(command: Sequence[str], limit_s: float) -> tuple[list[str], int | None]:
+    """Run a command and show its output. Returns its lines, and its exit status: None if it was killed at the limit.
+
+    Whatever it has started and left behind is killed.
+    """
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, process_group=0
     )
-    if done.returncode != 0:
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
-        raise AssertionError(", ".join(failed[:5]) or f"pytest ended with {done.returncode}: {done.stderr[-300:]}")
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        _kill_group(process)
+
+    timer = threading.Timer(limit_s, end)
+    timer.start()
+    lines = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            print(f"  {lines[-1]}", flush=True)
+        status = process.wait()
+    finally:
+        timer.cancel()
+        _kill_group(process)
+    return lines, None if is_late.is_set() else status
+
+
+def _kill_group(process: "subprocess.Popen[str]") -> None:
+    """End a process and all that it has started, which may still run when it does not."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -140,4 +184,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    exit_when_terminated()
     sys.exit(main())

@@ -6,14 +6,18 @@ Method. Shapes of Qwen3-8B in bf16. Operations run 16 at a time in a CUDA graph,
 through the pages of 16 layers or through several copies of the weights, so that they find nothing in the card's cache
 that a real step would not find there; median of 10. Bound: the bytes that must be read or written, at the rate of a
 large copy, or the operations of matrix products, at the rate of a large one; the larger of the two. `attend` is head
-norms, rotation, KV write and attention together. On a CPU the portable operations run instead.
+norms, rotation, KV write and attention together; that of a prompt runs with other tiles and with cuDNN, too. Layers of
+a mixture and with latent attention run whole. On a CPU the portable operations run instead.
 """
 
 import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,15 +25,22 @@ from torch.nn import functional as F
 
 from benchmarks.cuda.arms import Arm, Format
 from benchmarks.cuda.card import CardRates, load_rates
+from benchmarks.cuda.layers import VOCAB_SIZE, Layers, noisy_store, scattered_step
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.timing import graph_s
 from engine.ops.interface import Ops
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
+from engine.ops.triton_kernels import prefill_attention
+from engine.ops.triton_kernels.ops import TritonOps
+from engine.ops.triton_kernels.pages import Tiles
 from engine.pages.kv_cache import TorchKvStore, kv_shape
 from engine.weights.config import DecoderConfig
 
 _BLOCK_SIZE = 16
+_MAX_POSITIONS = 8192
+_TILES = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2))
+"""(rows, keys, warps, stages) of a prompt's attention, beside those that are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,8 @@ class Sizes:
     decodes: tuple[tuple[int, int], ...]
     """(batch size, context length)."""
     num_prompt_tokens: int
+    layers: tuple[str, ...]
+    """Models whose first layers run whole."""
 
 
 FULL = Sizes(
@@ -48,8 +61,15 @@ FULL = Sizes(
     num_layers=16,
     decodes=((1, 1024), (8, 1024), (32, 1024), (128, 4096)),
     num_prompt_tokens=8192,
+    layers=("qwen3-30b-a3b", "deepseek-v2-lite"),
 )
-SMOKE = Sizes(model="tiny", num_layers=2, decodes=((1, 33), (4, 64)), num_prompt_tokens=48)
+SMOKE = Sizes(
+    model="tiny",
+    num_layers=2,
+    decodes=((1, 33), (4, 64)),
+    num_prompt_tokens=48,
+    layers=("tiny-moe", "tiny-deepseek"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,24 +109,46 @@ def measure(part: Part) -> None:
             with part.case(f"{num_tokens} tokens"), torch.inference_mode():
                 _measure_elementwise(bench, num_tokens)
                 _measure_products(bench, num_tokens)
+    for model in sizes.layers:
+        for batch, context in sizes.decodes:
+            case = f"layers of {model}, decode {batch} x {context}"
+            if part.has_time(case):
+                with part.case(case), torch.inference_mode():
+                    _measure_layers(bench, case, model, batch, context)
+    prompt = f"attend, bf16 pages, prefill {sizes.num_prompt_tokens}"
+    _case(bench, f"{prompt}, cuDNN", torch.bfloat16, 1, None, uses_cudnn=True)
+    for rows, keys, num_warps, num_stages in _TILES:  # each takes seconds to compile
+        with _tiles(rows, keys, num_warps, num_stages):
+            case = f"{prompt}, {rows} rows x {keys} keys, {num_warps} warps, {num_stages} stages"
+            _case(bench, case, torch.bfloat16, 1, None)
+
+
+def _tiles(rows: int, keys: int, num_warps: int, num_stages: int) -> AbstractContextManager[object]:
+    """Let a prompt's attention take these block sizes."""
+    tiles = Tiles(rows=rows, keys=keys, num_warps=num_warps, num_stages=num_stages)
+    return mock.patch.object(prefill_attention, "prefill_tiles", lambda *_shape: tiles)
 
 
 def _name(dtype: torch.dtype) -> str:
     return "fp8" if dtype is torch.float8_e4m3fn else "bf16"
 
 
-def _case(bench: Bench, case: str, kv_dtype: torch.dtype, batch: int, context: int | None) -> None:
+def _case(
+    bench: Bench, case: str, kv_dtype: torch.dtype, batch: int, context: int | None, *, uses_cudnn: bool = False
+) -> None:
     if bench.part.has_time(case):
         with bench.part.case(case), torch.inference_mode():
-            _measure_attend(bench, case, kv_dtype, batch, context)
+            _measure_attend(bench, case, kv_dtype, batch, context, uses_cudnn=uses_cudnn)
 
 
-def _measure_attend(bench: Bench, case: str, kv_dtype: torch.dtype, batch: int, context: int | None) -> None:
+def _measure_attend(
+    bench: Bench, case: str, kv_dtype: torch.dtype, batch: int, context: int | None, *, uses_cudnn: bool
+) -> None:
     """Measure one new token of each sequence, or a whole prompt when `context` is None."""
     decoder, num_prompt_tokens = bench.decoder, bench.sizes.num_prompt_tokens
     context_len = num_prompt_tokens if context is None else context
     num_new = num_prompt_tokens if context is None else 1
-    ops, store = _make_ops(bench, kv_dtype, batch, context_len)
+    ops, store = _make_ops(bench, kv_dtype, batch, context_len, uses_cudnn=uses_cudnn)
     step = ops.plan(_metadata(batch, context_len, num_new, store.num_blocks))
     qkv = bench.noise(batch * num_new, (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim)
     norm = torch.ones(decoder.head_dim, dtype=torch.bfloat16, device=bench.part.device)
@@ -123,17 +165,21 @@ def _measure_attend(bench: Bench, case: str, kv_dtype: torch.dtype, batch: int, 
     )
 
 
-def _make_ops(bench: Bench, kv_dtype: torch.dtype, batch: int, context_len: int) -> tuple[Ops, TorchKvStore]:
+def _make_ops(
+    bench: Bench, kv_dtype: torch.dtype, batch: int, context_len: int, *, uses_cudnn: bool = False
+) -> tuple[Ops, TorchKvStore]:
     decoder, device = bench.decoder, bench.part.device
     shape = kv_shape(decoder, block_size=_BLOCK_SIZE, dtype=kv_dtype, fingerprint="benchmark")
     store = TorchKvStore(shape, batch * -(-context_len // _BLOCK_SIZE) + 1, device=device)
     for pages in (pages for layer in store.layers for pages in layer):
         pages.copy_(torch.randn(pages.shape, dtype=torch.bfloat16, device=device))
-    if device.type != "cuda":
-        return TorchOps(decoder, store), store
-    from engine.ops.triton_kernels.ops import TritonOps
+    return _ops(decoder, store, uses_cudnn=uses_cudnn), store
 
-    return TritonOps(decoder, store, dtype=torch.bfloat16), store
+
+def _ops(decoder: DecoderConfig, store: TorchKvStore, *, uses_cudnn: bool = False) -> Ops:
+    if store.layers[0][0].device.type != "cuda":
+        return TorchOps(decoder, store)
+    return TritonOps(decoder, store, dtype=torch.bfloat16, max_positions=_MAX_POSITIONS, uses_cudnn=uses_cudnn)
 
 
 def _metadata(batch: int, context_len: int, num_new: int, num_blocks: int) -> AttentionMetadata:
@@ -182,6 +228,26 @@ def _measure_products(bench: Bench, num_tokens: int) -> None:
             num_bytes=2 * (num_out * num_in + num_tokens * (num_in + num_out)),
             flops=2 * num_tokens * num_in * num_out,
         )
+
+
+def _measure_layers(bench: Bench, case: str, model: str, batch: int, context: int) -> None:
+    """Measure one new token of each sequence in a model's first layers."""
+    device = bench.part.device
+    layers, metadata = _layers(model, device), scattered_step([(context - 1, 1)] * batch)
+    store = noisy_store(layers.config, metadata, [context] * batch, torch.bfloat16, device)
+    step, decoder = _ops(layers.config, store).plan(metadata), layers.decoder
+    token_ids = torch.arange(batch, device=device) % VOCAB_SIZE
+    token_bytes = sum(pages[0, 0].nbytes for layer in store.layers for pages in layer)
+    bench.run(
+        case,
+        lambda: decoder.forward(token_ids, step),
+        num_bytes=layers.step_bytes(batch) + batch * context * token_bytes,
+    )
+
+
+@lru_cache(maxsize=1)
+def _layers(model: str, device: torch.device) -> Layers:
+    return Layers.of(model, dtype=torch.bfloat16, device=device)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,6 +3,8 @@
 import argparse
 import logging
 import platform
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,6 +100,11 @@ def run_part(name: str, title: str, args: argparse.Namespace, measure: Callable[
     report.save(part.out)
     print(report.table(), flush=True)
     return 1 if report.failures else 0
+
+
+def exit_when_terminated() -> None:
+    """Let SIGTERM end this process by SystemExit: processes that it has started would outlive it."""
+    signal.signal(signal.SIGTERM, lambda signum, _frame: sys.exit(128 + signum))
 
 
 def describe_machine(device: torch.device) -> str:

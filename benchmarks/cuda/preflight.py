@@ -1,15 +1,15 @@
 """Imports what the parts need, and the processes that they start, and says what the machine brings; measures nothing.
 
-python -m benchmarks.cuda.preflight
+python -m benchmarks.cuda.preflight [--device cuda] [--out DIR] [--smoke]
 """
 
 import importlib
-import logging
-import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-logger = logging.getLogger(__name__)
+from benchmarks.cuda import checks
+from benchmarks.cuda.part import Part, part_parser, run_part
+from benchmarks.cuda.report import Reading
 
 _MODULES = (
     "grpc_health.v1.health",
@@ -23,19 +23,20 @@ _MODULES = (
     "engine.ops.triton_kernels.ops",
     "benchmarks.cuda.arms",
     "pytest",
-    "xdist",
+    *checks.PLUGINS,
 )
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "safetensors", "pydantic")
 
 
-def main() -> int:
-    """Import all of it; returns 1 when something cannot be imported."""
-    versions = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
-    print(f"Python {platform.python_version()}, {versions}", flush=True)
-    failed = [module for module in _MODULES if not _can_import(module)]
-    if failed:
-        print(f"cannot import {', '.join(failed)}: carry matching packages (deploy/bundle --dev)", file=sys.stderr)
-    return 1 if failed else 0
+def measure(part: Part) -> None:
+    """Import all of it, each as a case."""
+    print(f"  {', '.join(f'{name} {_version(name)}' for name in _PACKAGES)}", flush=True)
+    num_imported = 0
+    for module in _MODULES:
+        with part.case(f"import {module}: carry matching packages (deploy/bundle --dev)"):
+            importlib.import_module(module)
+            num_imported += 1
+    part.add(Reading(case="imports", value=num_imported, unit=f"of {len(_MODULES)} modules"))
 
 
 def _version(name: str) -> str:
@@ -45,13 +46,9 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def _can_import(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except Exception:  # generated code of another version raises what it likes
-        logger.exception("cannot import %s", module)
-        return False
-    return True
+def main(argv: list[str] | None = None) -> int:
+    """Import; returns the exit status."""
+    return run_part("preflight", "Packages", part_parser("preflight", __doc__).parse_args(argv), measure)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ bound to hold these against; they show where a request's time goes. On a CPU, sh
 
 import asyncio
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cuda.arms import BLOCK_SIZE, Arm, Format, largest_model
-from benchmarks.cuda.part import Part, part_parser, run_part
+from benchmarks.cuda.part import Part, exit_when_terminated, part_parser, run_part
 from benchmarks.cuda.report import Reading
 from cluster import lifecycle
 from common.config import ServingConfig
@@ -148,6 +147,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # The cluster would outlive this process: a signal has to let it clean up.
-    signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(128 + signal.SIGTERM))
+    exit_when_terminated()
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Decode and prefill of one model, as fractions of what the card measures for itself.
 
-    python -m benchmarks.cuda.speed --model qwen3-8b --format bf16 [--device cuda] [--out DIR] [--smoke]
+    python -m benchmarks.cuda.speed --model qwen3-8b --format bf16 [--sampling] [--device cuda] [--out DIR] [--smoke]
 
 Method. Random weights of the published shape, the engine loop of a worker (scheduling, input preparation, greedy
 sampling, results on the host), nothing cached. Decode: requests enter as after a handoff, their pages full of noise; 8
@@ -8,6 +8,8 @@ steps warm up, then 32 are timed together. Bound: bytes of weights and of KV tha
 rate of a large copy. Prefill: one prompt of 8192 tokens in one step, until its first token is on the host; median of 5.
 Bound: operations of its matrix products and causal attention, at the measured rate of a large matrix product (in fp8
 for fp8 weights, in bf16 for attention). A goal is a share of the bound.
+--sampling: the smallest and the largest batch again, with top-p 0.9, top-k 20 and penalties; their bound is the time
+of the greedy step. A sequence that skips steps takes as long as the steps between its tokens.
 """
 
 import statistics
@@ -22,7 +24,13 @@ from benchmarks.cuda.card import CardRates, load_rates
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.timing import synchronize
 from common.random_models import CONFIGS
+from common.sampling import SamplingParams
 
+_SAMPLINGS = {
+    "top-p": SamplingParams(temperature=0.8, top_p=0.9),
+    "top-k": SamplingParams(temperature=0.8, top_k=20),
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2),
+}
 _GIB = 1 << 30
 _RESERVE_BYTES = 10 * _GIB
 """Memory left for activations of an 8k prefill, graphs, libraries' workspaces and other processes."""
@@ -70,8 +78,8 @@ class Bench:
     part: Part
 
 
-def measure(part: Part, arm: Arm) -> None:
-    """Measure one model in one format."""
+def measure(part: Part, arm: Arm, *, samples: bool = False) -> None:
+    """Measure one model in one format; with `samples`, ways of sampling, too."""
     sizes = SMOKE if part.is_smoke else FULL
     decodes = tuple(
         (batch, _fitting_context(part, arm, batch, context), goal) for batch, context, goal in sizes.decodes
@@ -90,12 +98,21 @@ def measure(part: Part, arm: Arm) -> None:
     engine.fill_pages()
     print(f"  {arm.name}: loaded in {time.monotonic() - started_s:.1f} s", flush=True)
     bench = Bench(arm=arm, engine=engine, rates=load_rates(part), sizes=sizes, part=part)
+    greedy_s: dict[int, float] = {}
     for (batch, context, goal), (_, wanted, _) in zip(decodes, sizes.decodes, strict=True):
         case = f"{arm.name}, decode {batch} x {context}"
         if part.has_time(case):
             with part.case(case):
                 note = "" if context == wanted else f"a context of {wanted} does not fit into this card"
-                _measure_decode(bench, case, batch, context, goal=goal if context == wanted else None, note=note)
+                greedy_s[batch] = _measure_decode(
+                    bench, case, batch, context, goal=goal if context == wanted else None, note=note
+                )
+    for batch, context, _goal in (decodes[0], decodes[-1]) if samples else ():
+        for name, sampling in _SAMPLINGS.items():
+            case = f"{arm.name}, decode {batch} x {context}, {name}"
+            if batch in greedy_s and part.has_time(case):
+                with part.case(case):
+                    part.add_time(case, _time_decode(bench, batch, context, sampling), greedy_s[batch])
     case = f"{arm.name}, prefill {sizes.num_prompt_tokens}"
     if part.has_time(case):
         with part.case(case):
@@ -118,9 +135,22 @@ def _fitting_context(part: Part, arm: Arm, batch: int, context: int) -> int:
     return min(context, max(256, fitting // 256 * 256))
 
 
-def _measure_decode(bench: Bench, case: str, batch: int, context: int, *, goal: float | None, note: str) -> None:
+def _measure_decode(bench: Bench, case: str, batch: int, context: int, *, goal: float | None, note: str) -> float:
+    """Report a greedy step; returns its seconds."""
+    sizes = bench.sizes
+    step_s = _time_decode(bench, batch, context, SamplingParams(temperature=0.0))
+    mean_context = context + sizes.num_warm_up_steps + sizes.num_steps / 2
+    num_bytes = bench.arm.weight_bytes + batch * mean_context * bench.arm.kv_bytes_per_token
+    bound_s = num_bytes / bench.rates.copy_bytes_per_s
+    note = note or f"{batch / step_s:.0f} tokens/s, {num_bytes / 1e9:.1f} GB a step"
+    bench.part.add_time(case, step_s, bound_s, goal=goal, note=note)
+    return step_s
+
+
+def _time_decode(bench: Bench, batch: int, context: int, sampling: SamplingParams) -> float:
+    """Return the seconds between two tokens of a sequence."""
     engine, sizes = bench.engine, bench.sizes
-    groups = [engine.add_decoding(context, max_tokens=_num_new_tokens(sizes)) for _ in range(batch)]
+    groups = [engine.add_decoding(context, max_tokens=_num_new_tokens(sizes), sampling=sampling) for _ in range(batch)]
     try:
         for _ in range(sizes.num_warm_up_steps):
             engine.step()
@@ -131,13 +161,9 @@ def _measure_decode(bench: Bench, case: str, batch: int, context: int, *, goal: 
         num_tokens = engine.num_tokens - num_before
     finally:
         engine.cancel(groups)
-    if num_tokens != batch * sizes.num_steps:
+    if not num_tokens or (sampling.repetition_penalty == 1 and num_tokens != batch * sizes.num_steps):
         raise AssertionError(f"{num_tokens} tokens in {sizes.num_steps} steps of {batch} sequences")
-    mean_context = context + sizes.num_warm_up_steps + sizes.num_steps / 2
-    num_bytes = bench.arm.weight_bytes + batch * mean_context * bench.arm.kv_bytes_per_token
-    step_s, bound_s = elapsed_s / sizes.num_steps, num_bytes / bench.rates.copy_bytes_per_s
-    note = note or f"{batch / step_s:.0f} tokens/s, {num_bytes / 1e9:.1f} GB a step"
-    bench.part.add_time(case, step_s, bound_s, goal=goal, note=note)
+    return elapsed_s * batch / num_tokens
 
 
 def _measure_prefill(bench: Bench, case: str) -> None:
@@ -165,9 +191,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = part_parser("speed", __doc__)
     parser.add_argument("--model", choices=list(CONFIGS), default="qwen3-8b", help="a random model's name")
     parser.add_argument("--format", choices=[*Format], type=Format, default=Format.BF16, help="of weights and KV")
+    parser.add_argument("--sampling", action="store_true", help="measure ways of sampling, too")
     args = parser.parse_args(argv)
     arm = Arm(model=args.model, format=args.format)
-    return run_part(f"speed-{arm.model}-{arm.format}", f"Speed of {arm.name}", args, lambda part: measure(part, arm))
+    return run_part(
+        f"speed-{arm.model}-{arm.format}",
+        f"Speed of {arm.name}",
+        args,
+        lambda part: measure(part, arm, samples=args.sampling),
+    )
 
 
 if __name__ == "__main__":

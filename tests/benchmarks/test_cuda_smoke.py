@@ -3,16 +3,34 @@
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from benchmarks.cuda import arms, card, checks, handoff, kernels, preflight, service, speed, throughput
+from benchmarks.cuda import (
+    arms,
+    card,
+    checks,
+    handoff,
+    kernels,
+    numerics,
+    preflight,
+    profile,
+    service,
+    speed,
+    throughput,
+)
 from benchmarks.cuda.report import Report
 from engine import loading
 from engine.cuda.loading import load_cuda_executor
+from engine.ops.triton_kernels import prefill_attention
+from engine.ops.triton_kernels.decode_attention import decode_attention
 from engine.options import ModelDescription
 from tests.caches import empty_cache
 
@@ -37,13 +55,17 @@ def _settings(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("main", "name", "arguments", "num_readings"),
     [
+        (preflight.main, "preflight", [], 1),
         (card.main, "card", [], 2),
+        (numerics.main, "numerics", [], 9),
+        (profile.main, "profile", [], 4),
         (checks.main, "checks-oracle", ["--only", "oracle"], 2),
-        (speed.main, "speed-tiny-bf16", ["--model", "tiny"], 3),
+        (checks.main, "checks-tests", ["--only", "tests"], 1),
+        (speed.main, "speed-tiny-bf16", ["--model", "tiny", "--sampling"], 9),
         (speed.main, "speed-tiny-llama-fp32", ["--model", "tiny-llama", "--format", "fp32"], 3),
-        (throughput.main, "throughput", [], 1),
+        (throughput.main, "throughput", [], 2),
         (handoff.main, "handoff", [], 2),
-        (kernels.main, "kernels", [], 24),
+        (kernels.main, "kernels", [], 26),
         pytest.param(service.main, "service", [], 7, marks=pytest.mark.e2e),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -79,20 +101,86 @@ def test_checks_when_an_answer_differs_fail(tmp_path: Path, monkeypatch: pytest.
     assert [failure.case for failure in failures] == ["oracle, tiny", "oracle, tiny-llama"]
 
 
+def _failures(folder: Path, part: str) -> list[str]:
+    return [f"{failure.case}: {failure.reason}" for failure in Report.load(folder / f"{part}.json").failures]
+
+
 @pytest.fixture
-def python(tmp_path: Path) -> Path:
-    """Return a Python without the preflight, which imports everything that the parts do."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$2" = benchmarks.cuda.preflight ] || exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    return python
+def _one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "_PAGES", {"bf16": torch.bfloat16})
+    sizes = replace(numerics.SMOKE, attention=("tiny",), layers=(), batches={"mixed": [(20, 1), (0, 3)]})
+    monkeypatch.setattr(numerics, "SMOKE", sizes)
 
 
-def run_script(python: Path, out: Path, *parts: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+@pytest.mark.usefixtures("_one_case")
+def test_numerics_when_a_kernel_leaves_memory_unwritten_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "decode_attention", lambda *_: None)
+    assert numerics.main([*SMOKE, "--out", str(tmp_path)]) == 1
+    (failure,) = _failures(tmp_path, "numerics")
+    assert "relative error nan" in failure
+    assert "with 64 rows and 4 warps: fails too" in failure
+
+
+@pytest.mark.usefixtures("_one_case")
+def test_numerics_when_smaller_tiles_are_right_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = prefill_attention.prefill_attention
+
+    def wrong(output: torch.Tensor, *inputs: Any) -> None:
+        right(output, *inputs)
+        if prefill_attention.prefill_tiles(torch.bfloat16, 64).rows != 64:
+            output.mul_(1.5)
+
+    monkeypatch.setattr(prefill_attention, "prefill_attention", wrong)
+    assert numerics.main([*SMOKE, "--out", str(tmp_path)]) == 1
+    (failure,) = _failures(tmp_path, "numerics")
+    assert "relative error" in failure
+    assert "with 64 rows and 4 warps: passes" in failure
+
+
+@pytest.mark.usefixtures("_one_case")
+def test_numerics_when_runs_differ_in_a_bit_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, num_runs = decode_attention, 0
+
+    def unsteady(output: torch.Tensor, *inputs: Any) -> None:
+        nonlocal num_runs
+        num_runs += 1
+        right(output, *inputs)
+        output[0, 0, 0] *= 1 + num_runs / 128
+
+    monkeypatch.setattr(numerics, "decode_attention", unsteady)
+    assert numerics.main([*SMOKE, "--out", str(tmp_path)]) == 1
+    assert "run 2 has other bits than the first" in _failures(tmp_path, "numerics")[0]
+
+
+def test_throughput_when_the_other_arm_fails_keeps_our_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(throughput, "TransformersArm", fail)
+    assert throughput.main([*SMOKE, "--out", str(tmp_path)]) == 1
+    (reading,) = Report.load(tmp_path / "throughput.json").readings
+    assert reading.unit == "tokens/s"
+
+
+def test_tests_that_hang_are_ended_with_their_children_and_still_counted() -> None:
+    hanging = """if True:
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("[gw0] [ 50%] PASSED tests/test_a.py::test_one[a b]", child.pid, flush=True)
+        time.sleep(600)
+    """
+    lines, status = checks.stream([sys.executable, "-c", hanging], 5)
+    assert status is None
+    assert "PASSED tests/test_a.py::test_one[a b]" in lines[0]
+    child = int(lines[0].split()[-1])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def run_script(out: Path, *parts: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run a smoke run of the script, and check that it fails."""
     done = subprocess.run(
         [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke", *parts],
-        env={**os.environ, "OUT": str(out), "PYTHON": str(python), **environment},
+        env={**os.environ, "OUT": str(out), "PYTHON": sys.executable, **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -101,18 +189,33 @@ def run_script(python: Path, out: Path, *parts: str, **environment: str) -> "sub
     return done
 
 
-def test_preflight_can_import_everything_that_the_parts_need() -> None:
-    assert preflight.main() == 0
-
-
-def test_script_when_one_part_fails_reports_it_and_goes_on(python: Path, tmp_path: Path) -> None:
-    no_folder = python / "cache"
-    done = run_script(python, tmp_path, "speed", "card", KVRELAY_CACHE=str(no_folder), TOTAL_S="3600")
+def test_script_when_one_part_fails_reports_it_and_goes_on(tmp_path: Path) -> None:
+    no_folder, archive = tmp_path / "file" / "cache", tmp_path / "archive" / "all.tar.gz"
+    no_folder.parent.touch()
+    out, settings = tmp_path / "out", {"KVRELAY_CACHE": str(no_folder), "TOTAL_S": "3600", "ARCHIVE": str(archive)}
+    done = run_script(out, "speed", "card", **settings)
     assert "FAILED speed-tiny-bf16, speed-tiny-bf16: ModelNotFound: cannot make random:tiny: cannot use" in done.stdout
-    assert Report.load(tmp_path / "card.json").failures == []
+    assert Report.load(out / "card.json").failures == []
+    assert sorted(file.name for file in archive.parent.iterdir()) == ["all.tar.gz", "summary.md"]
+    assert (archive.parent / "summary.md").read_text() == (out / "summary.md").read_text()
+    with tarfile.open(archive) as packed:
+        assert {"./card.json", "./summary.md", "./speed-tiny-bf16.json"} <= set(packed.getnames())
 
 
-def test_script_when_no_time_is_left_fails_and_names_the_parts(python: Path, tmp_path: Path) -> None:
-    done = run_script(python, tmp_path / "out", TOTAL_S="0")
-    for part in ("card", "checks-oracle", "speed-tiny-bf16", "throughput", "handoff", "service", "kernels"):
+def test_script_when_no_time_is_left_fails_and_names_the_parts(tmp_path: Path) -> None:
+    done = run_script(tmp_path / "out", TOTAL_S="0")
+    for part in ("card", "numerics", "checks-oracle", "speed-tiny-bf16", "profile", "throughput", "service", "kernels"):
         assert f"FAILED {part}, all of it: it left no result" in done.stdout
+
+
+def test_script_on_a_gpu_takes_parts_in_order_and_budgets_fit_its_time(tmp_path: Path) -> None:
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "OUT": str(tmp_path / "out"), "PYTHON": str(python)}
+    subprocess.run([REPOSITORY / "benchmarks" / "cuda_all.sh"], env=environment, check=True, capture_output=True)
+    runs = [line.split() for line in calls.read_text().splitlines() if "--budget-s" in line]
+    order = "preflight card numerics handoff checks speed profile speed kernels service checks speed speed throughput"
+    assert [run[1].removeprefix("benchmarks.cuda.") for run in runs] == order.split()
+    budgets_s = [int(run[run.index("--budget-s") + 1]) for run in runs]
+    assert sum(budgets_s) <= 545
