@@ -29,7 +29,7 @@ from common.cgroups import usable_cores
 from common.clock import SystemClock
 from common.config import ConfigError, ServingConfig
 from common.otlp import check_installed
-from common.process import count_gpus
+from common.process import list_gpus
 from common.trust.doors import scrape_tls
 from engine.device.memory import measure_host
 
@@ -187,4 +187,4 @@ def _visible_gpus() -> list[str]:
     configured = os.environ.get("CUDA_VISIBLE_DEVICES")
     if configured is not None:
         return [device for device in configured.split(",") if device]
-    return [str(idx) for idx in range(count_gpus())]
+    return list_gpus()

@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -239,15 +240,28 @@ def _event_of(line: str) -> Any:
         return None
 
 
-def count_gpus() -> int:
-    """Return how many GPUs the driver's tool lists on this host, without torch; 0 without the tool. Takes seconds."""
+def list_gpus() -> list[str]:
+    """Return the GPUs that the driver's tool lists on this host, as CUDA_VISIBLE_DEVICES names them, without torch.
+
+    A card that is cut into MIG slices is replaced by these. Empty without the tool. Takes seconds.
+    """
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=_ASK_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        return []
+    return _names_of_gpus(listed.stdout)
+
+
+def _names_of_gpus(listed: str) -> list[str]:
+    cards: dict[str, list[str]] = {}
+    for line in listed.splitlines():
+        if card := re.match(r"GPU (\d+):", line):
+            slices = cards.setdefault(card[1], [])
+        elif cards and (mig := re.match(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)", line)):
+            slices.append(mig[1])
+    return [name for card, slices in cards.items() for name in slices or [card]]
 
 
 def claim_open_files() -> int:

@@ -20,7 +20,7 @@ from common.config import ServingConfig
 from common.engines import NIXL_VERSION, VLLM_VERSION, installed_package, vllm_version
 from common.model_files import CACHE_ENV, cache_dir
 from common.ports import is_loopback
-from common.process import count_gpus
+from common.process import list_gpus
 from engine.device.memory import measure_host
 
 _GIB = 1 << 30
@@ -67,7 +67,7 @@ def this_host() -> HostFacts:
         can_write=lambda folder: os.access(_nearest(folder), os.W_OK | os.X_OK),
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # every process raises its own to this
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else 0,
-        num_gpus=count_gpus(),
+        num_gpus=len(list_gpus()),
         compiler=find_compiler(),
         installed=installed_package,
     )

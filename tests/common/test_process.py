@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.process import ProcessIdentity, Ready, parse_ready, process_birth
+from common.process import ProcessIdentity, Ready, list_gpus, parse_ready, process_birth
 
 
 def test_identity_with_another_birth_is_not_alive_and_is_never_signalled() -> None:
@@ -102,3 +102,24 @@ def test_what_a_process_has_loaded_costs_no_pauses_of_the_garbage_collector() ->
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
     assert int(told) < 100, "each is looked at by every full collection"
+
+
+def test_card_cut_into_mig_slices_counts_as_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        textwrap.dedent(
+            """\
+            #!/bin/sh
+            cat <<'END'
+            GPU 0: NVIDIA H200 (UUID: GPU-aaaa)
+            GPU 1: NVIDIA H200 (UUID: GPU-bbbb)
+              MIG 3g.71gb     Device  0: (UUID: MIG-cccc)
+              MIG 3g.71gb     Device  1: (UUID: MIG-dddd)
+            END
+            """
+        ),
+        encoding="utf-8",
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert list_gpus() == ["0", "MIG-cccc", "MIG-dddd"]
