@@ -180,6 +180,12 @@ class ServingConfig(Section):
         if self.model.device == "cpu" and (prefill.num_gpus or decode.num_gpus):
             raise ValueError("pools.*.num_gpus: GPUs are reserved, but model.device: cpu")
         for name, pool in (("prefill", prefill), ("decode", decode)):
+            if self.model.engine != "fake" and pool.num_gpus >= 2 and pool.num_gpus > pool.tensor_parallel:
+                raise ValueError(
+                    f"pools.{name}.num_gpus: {pool.num_gpus:g}: a worker computes on one GPU for each of its"
+                    f" pools.{name}.tensor_parallel: {pool.tensor_parallel} ranks, and the others would be idle;"
+                    f" set num_gpus: {pool.tensor_parallel}"
+                )
             if pool.max_running > pool.max_step_tokens:
                 raise ValueError(
                     f"pools.{name}.max_running: {pool.max_running} sequences cannot each get a token"

@@ -20,8 +20,11 @@ from tests.cluster.support import make_spec
 PREFILL, DECODE = POOLS
 
 
-def make_config(*, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None) -> ServingConfig:
-    return ServingConfig.model_validate({"pools": {"prefill": prefill or {}, "decode": decode or {}}})
+def make_config(
+    *, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None, engine: str = "torch"
+) -> ServingConfig:
+    pools = {"prefill": prefill or {}, "decode": decode or {}}
+    return ServingConfig.model_validate({"model": {"engine": engine}, "pools": pools})
 
 
 def make_host(*, cores: int = 8, gpus: list[str] | None = None) -> HostResources:
@@ -113,7 +116,7 @@ def test_workers_on_unknown_hosts_get_their_reserved_cpus_instead_of_memory() ->
 @pytest.mark.parametrize(
     ("prefill", "decode", "gpus", "expected"),
     [
-        ({"num_gpus": 2}, {"count": 2, "num_gpus": 1}, "4 5 6 7", ["4,5", "6", "7"]),
+        ({"num_gpus": 2, "tensor_parallel": 2}, {"count": 2, "num_gpus": 1}, "4 5 6 7", ["4,5", "6", "7"]),
         ({"num_gpus": 0.5}, {"count": 2, "num_gpus": 0.5}, "0 1", ["0", "0", "1"]),
     ],
     ids=["whole", "halves"],
@@ -121,7 +124,7 @@ def test_workers_on_unknown_hosts_get_their_reserved_cpus_instead_of_memory() ->
 def test_gpus_are_assigned_in_order_and_never_to_two_owners(
     prefill: dict[str, object], decode: dict[str, object], gpus: str, expected: list[str]
 ) -> None:
-    specs = make_plan(make_config(prefill=prefill, decode=decode), make_host(gpus=gpus.split()))
+    specs = make_plan(make_config(prefill=prefill, decode=decode, engine="vllm"), make_host(gpus=gpus.split()))
 
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == expected
 
@@ -129,7 +132,7 @@ def test_gpus_are_assigned_in_order_and_never_to_two_owners(
 @pytest.mark.parametrize(
     ("prefill", "decode", "reason"),
     [
-        ({"num_gpus": 1}, {"num_gpus": 2}, r"pools\.decode\.num_gpus: 2 more wanted"),
+        ({"num_gpus": 1}, {"num_gpus": 2, "tensor_parallel": 2}, r"pools\.decode\.num_gpus: 2 more wanted"),
         ({"num_gpus": 1.5}, {}, r"pools\.prefill\.num_gpus: 1\.5 is neither a whole number"),
     ],
 )
@@ -137,7 +140,7 @@ def test_gpus_that_cannot_be_assigned_are_refused_by_key(
     prefill: dict[str, object], decode: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(PlanError, match=reason):
-        make_plan(make_config(prefill=prefill, decode=decode), make_host(gpus=["0", "1"]))
+        make_plan(make_config(prefill=prefill, decode=decode, engine="vllm"), make_host(gpus=["0", "1"]))
 
 
 def test_gpus_left_to_ray_are_reserved_and_not_assigned() -> None:

@@ -37,7 +37,6 @@ def test_memory_share_of_a_host_is_what_was_dealt_or_follows_the_cores(
     ("prefill", "decode", "fraction"),
     [
         ({"num_gpus": 1}, {"num_gpus": 1}, 1.0),
-        ({"num_gpus": 1}, {"num_gpus": 2}, 1.0),
         ({"num_gpus": 0.5}, {"num_gpus": 0.25}, 0.25),
         ({"count": 1}, {"count": 1}, 0.5),
         ({"count": 1}, {"count": 3}, 0.25),
