@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import xxhash
 
-from benchmarks.cuda.arms import Arm, Format
+from benchmarks.cuda.arms import BLOCK_SIZE, Arm, Format
 from benchmarks.cuda.card import load_rates
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Reading
@@ -35,7 +35,6 @@ from engine.kv_store import DeviceRegion, KvShape
 from engine.pages.kv_cache import TorchKvStore
 
 _GOAL = 0.5
-_BLOCK_SIZE = 16
 _NUM_CHECKED = 16
 
 CopyBlocks = Callable[[Sequence[BlockId], Sequence[BlockId]], None]
@@ -63,7 +62,7 @@ def _shape(sizes: Sizes) -> KvShape:
         num_layers=decoder.num_layers,
         num_kv_heads=decoder.num_kv_heads,
         head_dim=decoder.head_dim,
-        block_size=_BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
         dtype="bfloat16",
         row_bytes=2 * decoder.head_dim,
         fingerprint="benchmark",

@@ -11,9 +11,8 @@ a mixture and with latent attention run whole. On a CPU the portable operations 
 """
 
 import itertools
-import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,13 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.cuda.arms import Arm, Format
+from benchmarks.cuda.arms import BLOCK_SIZE, Arm, Format
 from benchmarks.cuda.card import CardRates, load_rates
 from benchmarks.cuda.layers import VOCAB_SIZE, Layers, noisy_store, scattered_step
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.timing import graph_s
 from engine.ops.interface import Ops
-from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels import prefill_attention
 from engine.ops.triton_kernels.ops import TritonOps
@@ -37,7 +35,6 @@ from engine.ops.triton_kernels.pages import Tiles
 from engine.pages.kv_cache import TorchKvStore, kv_shape
 from engine.weights.config import DecoderConfig
 
-_BLOCK_SIZE = 16
 _MAX_POSITIONS = 8192
 _TILES = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2))
 """(rows, keys, warps, stages) of a prompt's attention, beside those that are chosen."""
@@ -148,8 +145,8 @@ def _measure_attend(
     decoder, num_prompt_tokens = bench.decoder, bench.sizes.num_prompt_tokens
     context_len = num_prompt_tokens if context is None else context
     num_new = num_prompt_tokens if context is None else 1
-    ops, store = _make_ops(bench, kv_dtype, batch, context_len, uses_cudnn=uses_cudnn)
-    step = ops.plan(_metadata(batch, context_len, num_new, store.num_blocks))
+    ops = _make_ops(bench, kv_dtype, batch, context_len, uses_cudnn=uses_cudnn)
+    step = ops.plan(scattered_step([(context_len - num_new, num_new)] * batch))
     qkv = bench.noise(batch * num_new, (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim)
     norm = torch.ones(decoder.head_dim, dtype=torch.bfloat16, device=bench.part.device)
     layers: Iterator[int] = itertools.cycle(range(bench.sizes.num_layers))
@@ -165,15 +162,13 @@ def _measure_attend(
     )
 
 
-def _make_ops(
-    bench: Bench, kv_dtype: torch.dtype, batch: int, context_len: int, *, uses_cudnn: bool = False
-) -> tuple[Ops, TorchKvStore]:
+def _make_ops(bench: Bench, kv_dtype: torch.dtype, batch: int, context_len: int, *, uses_cudnn: bool = False) -> Ops:
     decoder, device = bench.decoder, bench.part.device
-    shape = kv_shape(decoder, block_size=_BLOCK_SIZE, dtype=kv_dtype, fingerprint="benchmark")
-    store = TorchKvStore(shape, batch * -(-context_len // _BLOCK_SIZE) + 1, device=device)
+    shape = kv_shape(decoder, block_size=BLOCK_SIZE, dtype=kv_dtype, fingerprint="benchmark")
+    store = TorchKvStore(shape, batch * -(-context_len // BLOCK_SIZE) + 1, device=device)
     for pages in (pages for layer in store.layers for pages in layer):
         pages.copy_(torch.randn(pages.shape, dtype=torch.bfloat16, device=device))
-    return _ops(decoder, store, uses_cudnn=uses_cudnn), store
+    return _ops(decoder, store, uses_cudnn=uses_cudnn)
 
 
 def _ops(decoder: DecoderConfig, store: TorchKvStore, *, uses_cudnn: bool = False) -> Ops:
@@ -182,21 +177,9 @@ def _ops(decoder: DecoderConfig, store: TorchKvStore, *, uses_cudnn: bool = Fals
     return TritonOps(decoder, store, dtype=torch.bfloat16, max_positions=_MAX_POSITIONS, uses_cudnn=uses_cudnn)
 
 
-def _metadata(batch: int, context_len: int, num_new: int, num_blocks: int) -> AttentionMetadata:
-    """Describe sequences whose pages lie scattered."""
-    per_seq = -(-context_len // _BLOCK_SIZE)
-    ids = random.Random(0).sample(range(num_blocks), batch * per_seq)
-    tables: Sequence[list[int]] = [ids[i * per_seq : (i + 1) * per_seq] for i in range(batch)]
-    spans = [
-        SequenceSpan(num_computed=context_len - num_new, num_new_tokens=num_new, block_table=table) for table in tables
-    ]
-    return AttentionMetadata.from_spans(spans, block_size=_BLOCK_SIZE)
-
-
 def _measure_elementwise(bench: Bench, num_tokens: int) -> None:
     hidden, inner = bench.decoder.hidden_size, bench.decoder.intermediate_size
-    ops, store = _make_ops(bench, torch.bfloat16, 1, 1)
-    step = ops.plan(_metadata(1, 1, 1, store.num_blocks))
+    step = _make_ops(bench, torch.bfloat16, 1, 1).plan(scattered_step([(0, 1)]))
     x, residual, weight = bench.noise(num_tokens, hidden), bench.noise(num_tokens, hidden), bench.noise(hidden).float()
     gate_up = bench.noise(num_tokens, 2 * inner)
     element = 2 * num_tokens  # bytes of a column

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cuda.arms import BLOCK_SIZE
 from benchmarks.shapes import shortened
 from common.random_models import CONFIGS
 from engine.model.decoder import Decoder
@@ -17,7 +18,6 @@ from engine.weights.decoder_weights import DecoderWeights
 from engine.weights.layout import allocate_weights, checkpoint_views, complete_norms
 from engine.weights.random_weights import fill_random, initializer_range
 
-BLOCK_SIZE = 16
 VOCAB_SIZE = 1024
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-70b": {
