@@ -234,8 +234,8 @@ def test_model_of_70_billion_parameters_is_refused_on_a_gpu_with_the_size_it_wou
     save_quantized(tmp_path, AWQ, pack_awq)
     small = describe(tmp_path, dtype="bfloat16")
     assert isinstance(small.config, DecoderConfig)
-    sizes = {"hidden_size": 8192, "num_layers": 80, "intermediate_size": 28672, "vocab_size": 128256}
-    heads = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "has_tied_embeddings": False}
+    sizes: dict[str, Any] = {"hidden_size": 8192, "num_layers": 80, "intermediate_size": 28672, "vocab_size": 128256}
+    heads: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "has_tied_embeddings": False}
     model = replace(small, config=replace(small.config, **sizes, **heads))
     if not is_awq:
         model = replace(model, weight_format=None)
