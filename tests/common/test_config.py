@@ -37,7 +37,7 @@ MISTAKES = {
     "model: {vllm: {seed: 1}}": "model.vllm: only model.engine: vllm takes vLLM's arguments",
     "pools: {prefill: {tensor_parallel: 2}}": "pools.prefill.tensor_parallel: 2: model.engine: torch cannot do that",
     "pools: {decode: {num_gpus: 2}}": "pools.decode.num_gpus: 2: a worker computes on one GPU for each of its",
-    "{model: {engine: vllm}, pools: {prefill: {num_gpus: 4, tensor_parallel: 2}}}": "ranks, and the others would be idle",
+    "{model: {engine: vllm}, pools: {prefill: {num_gpus: 4, tensor_parallel: 2}}}": "the others would be idle",
     "{model: {engine: vllm}, pools: {prefill: {block_size: 16}, decode: {block_size: 16}}}": "needs a multiple of 32",
     "tenants: [{name: Big}]": "f.yaml:tenants.0.name: ",
     "tenants: [{name: a}]": "f.yaml:tenants: without router.auth: api_key the only tenant is `default`",

@@ -228,7 +228,7 @@ def test_quantization_of_a_quantized_checkpoint_is_refused(tmp_path: Path) -> No
         ("fp8", False, 66, r"take 67\.7 GiB in fp8, and 66\.0 GiB of the device .*; use a smaller model"),
     ],
 )
-def test_model_of_70_billion_parameters_is_refused_on_a_gpu_with_the_size_it_would_have(
+def test_weights_of_70_billion_parameters_are_refused_on_a_gpu_with_their_size(
     tmp_path: Path, quantization: Literal["fp8"] | None, free_gib: int, reason: str | None, *, is_awq: bool
 ) -> None:
     save_quantized(tmp_path, AWQ, pack_awq)

@@ -155,7 +155,7 @@ def test_launch_when_cuda_fails_says_whether_the_device_is_broken(
         executor.launch([ScheduledSequence(sequence, num_new, 1)])
 
 
-def test_launch_after_whose_failure_the_device_cannot_be_waited_for_proves_it_broken(qwen3: Path) -> None:
+def test_failed_launch_whose_device_cannot_be_waited_for_proves_it_broken(qwen3: Path) -> None:
     executor, sequence = load_device(qwen3), make_sequence(make_prompt(5))
     sequence.block_table.extend(range(2))
     with (
