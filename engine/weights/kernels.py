@@ -12,9 +12,9 @@ from engine.device.interpreter import dot_dtype
 _FP8_MAX = tl.constexpr(448.0)
 _TINY = tl.constexpr(1.1754943508222875e-38)  # as in engine.weights.quantize: a row of zeros has a scale too
 
-_INT8_BLOCK_OUT = 32
 _INT8_BLOCK_IN = 128
-_MIN_DOT_ROWS = 16
+_MIN_DOT_ROWS, _MAX_DOT_ROWS = 16, 128
+_FEW_ROWS = 64
 
 
 @triton.jit
@@ -59,8 +59,8 @@ def _int8_linear(
     BLOCK_IN: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    tokens = tl.arange(0, ROWS)
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     ins = tl.arange(0, BLOCK_IN)
     has_token = tokens < num_tokens
     has_out = outs < num_out
@@ -80,15 +80,19 @@ def _int8_linear(
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Return x @ (weight * scale).T, [num_tokens, num_out] in x's dtype, for at most 64 tokens.
+    """Return x @ (weight * scale).T, [num_tokens, num_out] in x's dtype.
 
     x [num_tokens, num_in] with contiguous rows, weight int8 [num_out, num_in] contiguous, scale [num_out, 1]. Each
-    program reads its rows of the weights once, for all tokens.
+    program reads its rows of the weights once, for up to 128 tokens; those of the next tokens run beside it, and find
+    them in the cache.
     """
     num_tokens, num_in = x.shape
     num_out = weight.shape[0]
     output = torch.empty((num_tokens, num_out), dtype=x.dtype, device=x.device)
-    _int8_linear[(triton.cdiv(num_out, _INT8_BLOCK_OUT),)](
+    block_rows = min(_MAX_DOT_ROWS, max(_MIN_DOT_ROWS, triton.next_power_of_2(num_tokens)))
+    is_large = block_rows > _FEW_ROWS
+    block_out = 64 if is_large else 32
+    _int8_linear[(triton.cdiv(num_tokens, block_rows), triton.cdiv(num_out, block_out))](
         x,
         weight,
         scale,
@@ -97,11 +101,11 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         num_out,
         num_in,
         x.stride(0),
-        ROWS=max(_MIN_DOT_ROWS, triton.next_power_of_2(num_tokens)),
-        BLOCK_OUT=_INT8_BLOCK_OUT,
+        ROWS=block_rows,
+        BLOCK_OUT=block_out,
         BLOCK_IN=_INT8_BLOCK_IN,
         DOT_DTYPE=dot_dtype(x.dtype),
-        num_warps=4,
-        num_stages=4,
+        num_warps=8 if is_large else 4,
+        num_stages=3 if is_large else 4,
     )
     return output

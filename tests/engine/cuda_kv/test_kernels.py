@@ -83,7 +83,10 @@ def test_quantize_rows_of_zeros_restores_zeros() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("num_tokens", "num_in", "num_out"), [(1, 128, 32), (3, 60, 72), (17, 129, 33), (64, 40, 31)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_in", "num_out"),
+    [(1, 128, 32), (3, 60, 72), (17, 129, 33), (64, 40, 31), (65, 40, 31), (129, 129, 65), (256, 128, 64)],
+)
 def test_int8_linear_equals_torch(num_tokens: int, num_in: int, num_out: int, dtype: torch.dtype) -> None:
     x, scale = random_values(num_tokens, num_in, dtype=dtype), random_values(num_out, 1, dtype=dtype, seed=1)
     weight = torch.randint(-127, 128, (num_out, num_in), generator=torch.Generator().manual_seed(2), dtype=torch.int8)

@@ -212,7 +212,9 @@ def _launch_kernels_of_any_shape() -> None:
     token_ids = torch.empty(64, dtype=torch.int64, device="meta")
     reals = torch.empty(64, dtype=torch.float64, device="meta")
     race(torch.empty((64, 151936), dtype=torch.float32, device="meta"), token_ids, reals, reals, token_ids)
-    int8_linear(x, torch.empty((4096, 4096), dtype=torch.int8, device="meta"), scale)
+    for num_tokens in (64, 256):
+        rows = torch.empty((num_tokens, 4096), dtype=torch.bfloat16, device="meta")
+        int8_linear(rows, torch.empty((4096, 4096), dtype=torch.int8, device="meta"), scale)
 
 
 def _usage(kernel: Any) -> dict[str, Any]:
