@@ -11,7 +11,7 @@ import numpy as np
 from common.ids import BlockId
 from engine.device.shared_memory import allocate_region
 from engine.fake_model import U64
-from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, WindowedLayers, check_ids
+from engine.kv_store import NONCE_BYTES, DeviceSharing, HostRing, KvShape, WindowedLayers, check_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,7 @@ class FakeKvStore:
         self.num_window_pages = 0 if window is None else window.num_pages
         self.window_page_of = array("i", [-1]) * num_blocks
         self.device_sharing: DeviceSharing | None = None
+        self.host_ring: HostRing | None = None
         memory, self.shared_region = allocate_region((num_blocks + self.num_window_pages) * self.shape.block_bytes)
         self._pages = self._view(memoryview(memory))
         self.queue: deque[Callable[[], None]] = deque()

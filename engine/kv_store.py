@@ -10,6 +10,8 @@ from common.ids import BlockId
 from engine.window import BlockWindow, Window
 
 STATE_ITEM_BYTES = 4
+PIECE_BYTES = 16 << 20
+"""Bytes that one copy of blocks moves: large enough to amortise its calls, small enough to bound memory."""
 NONCE_BYTES = 16
 """Random bytes at the end of a shared region, by which a peer verifies that it mapped the right one."""
 
@@ -185,6 +187,21 @@ class DeviceSharing(Protocol):
         ...
 
 
+class HostRing(Protocol):
+    """Host memory into which pages in device memory are copied for other processes of the host.
+
+    It has slots of consecutive blocks, [num_slots, blocks_per_slot, block_bytes], then a nonce.
+    """
+
+    region: SharedRegion
+    num_slots: int
+    blocks_per_slot: int
+
+    def fill(self, slot: int, block_ids: Seq[BlockId]) -> range:
+        """Copy at most a slot's blocks into it and return their places, counted in blocks. Any thread."""
+        ...
+
+
 class KvStore(Protocol):
     """The pages' bytes. Reads and writes of blocks that the caller holds are safe from any thread.
 
@@ -198,6 +215,8 @@ class KvStore(Protocol):
     """Region of the pages; None when they are not in shareable host memory."""
     device_sharing: DeviceSharing | None
     """Sharing of the pages; None when they are not in device memory, or the device cannot share it."""
+    host_ring: HostRing | None
+    """Ring of copies; None when the pages are in host memory, or the system cannot share any."""
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
         """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]."""

@@ -17,6 +17,7 @@ from common.config import TransferConfig
 from common.errors import KvrelayError
 from common.ids import BlockId, WorkerId, mint_epoch, mint_handoff_id
 from common.rpc import channel_options, unix_address
+from engine.device.shared_memory import host_id
 from engine.kv_store import KvStore
 from engine.thread import EngineDriver
 from kv_transfer.handoff import HandoffManifest, HandoffTable
@@ -24,6 +25,7 @@ from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.serve import KvTransferService, ServeSettings
 from kv_transfer.transports.registry import TRANSPORTS, WorkerTransports
 from kv_transfer.wanted import WantedHandoff
+from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -45,11 +47,12 @@ async def measure_link_rates(config: TransferConfig, store: KvStore, *, engine: 
     if num_blocks * store.shape.block_bytes < _MIN_BYTES:
         return rates
     for name in config.transports:
-        if not TRANSPORTS[name].pulls_from_itself or (name == "shm" and store.shared_region is None):
+        if not TRANSPORTS[name].pulls_from_itself:
             continue
         try:
             transport = TRANSPORTS[name](store, config)
-            rates[transport.number] = await _measure(WorkerTransports([transport]), store, num_blocks, engine)
+            if transport.reaches(pb.OpenFetch(host_id=host_id())):
+                rates[transport.number] = await _measure(WorkerTransports([transport]), store, num_blocks, engine)
         except (KvrelayError, grpc.RpcError, OSError, RuntimeError) as error:
             logger.warning("cannot measure the link %s: %s; it is known after the first pulls", name, error)
     return rates

@@ -7,7 +7,7 @@ cached blocks of another worker are pulled alike; they differ in what is asked f
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import grpc
@@ -21,7 +21,7 @@ from engine.kv_store import KvStore
 from engine.window_ids import NO_WINDOWS, WindowIds
 from kv_transfer.handoff import HandoffManifest
 from kv_transfer.transports.registry import WorkerTransports
-from kv_transfer.transports.transport import PeerLife, PullTarget, Transport
+from kv_transfer.transports.transport import PeerLife, PullTarget, Transport, to_end
 from kv_transfer.wanted import Wanted, WantedBlocks
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc
@@ -190,10 +190,13 @@ class KvPuller:
                     case "opened" if transport is None:
                         fetching = self._transports.fetch(plan.life, offered, message.opened, target)
                         transport, receiver = await held.enter_async_context(fetching)
+                        lends = message.opened.lends
                     case kind if transport is not None and kind == transport.payload:
                         times.stamp()
-                        await _to_end(receiver.take, message)
+                        await to_end(receiver.take, message)
                         times.stamp()
+                        if lends:
+                            await call.write(pb.FetchBlocksRequest(taken=pb.TakenBlocks()))
                     case "manifest" if transport is not None:
                         manifest = plan.wanted.verify(message.manifest, target.missing)
                         break
@@ -220,18 +223,6 @@ class KvPuller:
             self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, elapsed_s)
         elif pulled.idle_s <= pulled.exposed_s:  # every wait was after the end of the prefill
             self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, max(pulled.exposed_s, pulled.transfer_s))
-
-
-async def _to_end(work: Callable[[pb.FetchBlocksResponse], None], message: pb.FetchBlocksResponse) -> None:
-    """Run `work` in the executor; a cancellation waits for it, since the pages may be freed right afterwards."""
-    running = asyncio.get_running_loop().run_in_executor(None, work, message)
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        while not running.done():  # a call may be cancelled twice: by its caller, then by a stopping server
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([running])
-        raise
 
 
 async def _disconnected(channel: grpc.aio.Channel) -> None:

@@ -8,9 +8,9 @@ pinned between two engine steps, and then served as a complete handoff.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -22,19 +22,16 @@ from common.trust.credentials import Credentials
 from common.trust.guard import caller
 from common.trust.tickets import PullRight, check_ticket, of_blocks, of_handoff
 from common.wire import message_of, pack_tokens
-from engine.kv_store import KvShape, KvStore, page_bytes_of
+from engine.kv_store import PIECE_BYTES, KvShape, KvStore, page_bytes_of
 from engine.thread import EngineDriver
 from engine.window_ids import NO_WINDOWS
 from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
 from kv_transfer.transports.registry import WorkerTransports
-from kv_transfer.transports.transport import Transport
+from kv_transfer.transports.transport import Lending, Seal, Transport, to_end
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
 logger = logging.getLogger(__name__)
-
-_READ_BYTES = 4 << 20  # per executor hop: large enough to amortise it, small enough to bound memory
-
 
 CheckPull = Callable[[WorkerId, pb.OpenFetch], None]
 """Checks the first message of a puller; takes the serving worker, too. Raises AccessDenied."""
@@ -50,6 +47,13 @@ class ServeSettings:
     transports: WorkerTransports
     lease_ttl_s: float
     check_pull: CheckPull
+
+
+class _Puller(NamedTuple):
+    """The other end of one stream."""
+
+    requests: AsyncIterator[pb.FetchBlocksRequest]
+    context: grpc.aio.ServicerContext[Any, Any]
 
 
 class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
@@ -93,7 +97,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 self._settings.check_pull(self._settings.worker_id, opened.open)
                 handoff = await self._attach(opened.open)
                 try:
-                    await self._stream(handoff, opened.open, context)
+                    await self._stream(handoff, opened.open, _Puller(request_iterator, context))
                     await self._await_ack(request_iterator)
                     self._table.release(handoff)
                 finally:
@@ -141,28 +145,26 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         if opened.layout_fingerprint != self._store.shape.fingerprint:
             raise LayoutMismatch(f"layout {opened.layout_fingerprint} is not {self._store.shape.fingerprint}, as here")
 
-    async def _stream(
-        self, handoff: Handoff, opened: pb.OpenFetch, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def _stream(self, handoff: Handoff, opened: pb.OpenFetch, puller: "_Puller") -> None:
         transport = self._settings.transports.choose(opened)
         reply = pb.FetchOpened(transport=worker_pb2.KvTransport.ValueType(transport.number))
         transport.describe(reply)
-        await context.write(pb.FetchBlocksResponse(opened=reply))
+        await puller.context.write(pb.FetchBlocksResponse(opened=reply))
         next_block = opened.first_block
         while True:
             handoff.raise_if_aborted()
             ready = handoff.num_ready_blocks
             if ready > next_block:
-                await self._send(handoff, handoff.block_table[next_block:ready], next_block, transport, context)
+                await self._send(handoff, handoff.block_table[next_block:ready], next_block, transport, puller)
                 next_block = ready
             elif handoff.manifest is not None:
                 num_present = max(0, opened.first_block - handoff.windows.first_block)
                 missing = handoff.windows.ids[num_present:]
-                await self._send(handoff, missing, len(handoff.block_table) + num_present, transport, context)
+                await self._send(handoff, missing, len(handoff.block_table) + num_present, transport, puller)
                 break
             else:
                 await handoff.changed()
-        await context.write(pb.FetchBlocksResponse(manifest=self._manifest(handoff)))
+        await puller.context.write(pb.FetchBlocksResponse(manifest=self._manifest(handoff)))
 
     async def _send(
         self,
@@ -170,28 +172,47 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         page_ids: tuple[BlockId, ...],
         first_index: int,
         transport: Transport,
-        context: grpc.aio.ServicerContext[Any, Any],
+        puller: "_Puller",
     ) -> None:
         """Send pages of one kind, the first of which has this index among the sequence's blocks, then window pages."""
         if not page_ids:
             return
-        loop = asyncio.get_running_loop()
         page_bytes = page_bytes_of(self._store, page_ids)
-        stride = max(1, _READ_BYTES // page_bytes) if transport.reads_pages else len(page_ids)
-        for first in range(0, len(page_ids), stride):
-            some = page_ids[first : first + stride]
-            if transport.reads_pages:
-                messages = await loop.run_in_executor(None, transport.seal, first_index + first, some)
-                handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
-            else:
-                messages = transport.seal(first_index + first, some)
-            try:
-                async with asyncio.timeout(self._settings.lease_ttl_s):
-                    for message in messages:
-                        await context.write(message)
-            except TimeoutError:
-                raise HandoffGone("the puller has stopped reading") from None
-            self._on_bytes(transport.number, len(some) * page_bytes)
+        stride = max(1, PIECE_BYTES // page_bytes) if transport.reads_pages else len(page_ids)
+        with transport.lending() or nullcontext() as lending:
+            for first in range(0, len(page_ids), stride):
+                some = page_ids[first : first + stride]
+                seal = transport.seal if lending is None else await self._lend(lending, puller)
+                if transport.reads_pages:
+                    messages = await to_end(seal, first_index + first, some)
+                    handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
+                else:
+                    messages = seal(first_index + first, some)
+                try:
+                    async with asyncio.timeout(self._settings.lease_ttl_s):
+                        for message in messages:
+                            await puller.context.write(message)
+                except TimeoutError:
+                    raise HandoffGone("the puller has stopped reading") from None
+                self._on_bytes(transport.number, len(some) * page_bytes)
+            while lending is not None and lending.num_lent:  # a transfer that waits for its prefill holds no slots
+                await self._take_back(lending, puller)
+
+    async def _lend(self, lending: Lending, puller: "_Puller") -> Seal:
+        """Return what fills the next slot, when there is one."""
+        if lending.is_full:
+            await self._take_back(lending, puller)
+        try:
+            async with asyncio.timeout(self._settings.lease_ttl_s):
+                return await lending.lend()
+        except TimeoutError:
+            raise HandoffGone("other transfers have all slots of the ring") from None
+
+    async def _take_back(self, lending: Lending, puller: "_Puller") -> None:
+        message = await self._next(puller.requests, late="the puller does not say that it has taken its blocks")
+        if message is None or message.WhichOneof("message") != "taken":
+            raise HandoffGone("the puller left before it had taken its blocks")
+        lending.take_back()
 
     def _manifest(self, handoff: Handoff) -> pb.Manifest:
         manifest = handoff.manifest

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from common.errors import LayoutMismatch
-from engine.kv_store import KvShape, check_ids
+from engine.kv_store import PIECE_BYTES, KvShape, check_ids
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ Source and target are block views, ids int64 on their device and in range, targe
 """
 
 _NUM_LANES = 2
-_STAGING_BYTES = 16 << 20
 _MAX_IDS = 8192
 
 
@@ -53,7 +52,7 @@ class DevicePages:
     without streams.
     """
 
-    def __init__(self, pages: Tensor, shape: KvShape, *, staging_bytes: int = _STAGING_BYTES) -> None:
+    def __init__(self, pages: Tensor, shape: KvShape, *, staging_bytes: int = PIECE_BYTES) -> None:
         self.shape = shape
         self.blocks = block_view(pages, shape)
         self._move = _choose_move(pages.device)
@@ -71,12 +70,21 @@ class DevicePages:
         with self._lane() as lane:
             for first in range(0, len(block_ids), lane.num_blocks):
                 ids = block_ids[first : first + lane.num_blocks]
-                with lane.running():
-                    staged = lane.staging[: len(ids)]
-                    self._move(self.blocks, lane.upload(0, ids), staged, lane.numbers[: len(ids)])
-                    lane.host[: len(ids)].copy_(staged, non_blocking=True)
+                self._fetch(lane, ids, lane.host[: len(ids)])
                 data[first * block_bytes : (first + len(ids)) * block_bytes] = lane.host_bytes(len(ids))
         return data.data
+
+    def read_into(self, host: Tensor, block_ids: Seq[int]) -> None:
+        """Fill host memory, uint8 [len(block_ids) * block_bytes], as `read_blocks` returns it.
+
+        Copies to pinned memory are faster. Raises LayoutMismatch for a bad id.
+        """
+        check_ids(block_ids, len(self.blocks))
+        target = host.view(self.blocks.dtype).view(-1, *self.blocks.shape[1:])
+        with self._lane() as lane:
+            for first in range(0, len(block_ids), lane.num_blocks):
+                ids = block_ids[first : first + lane.num_blocks]
+                self._fetch(lane, ids, target[first : first + len(ids)])
 
     def write_blocks(self, block_ids: Seq[int], data: memoryview) -> None:
         """Fill blocks from bytes laid out as `read_blocks` returns them. Raises LayoutMismatch for a bad id or size."""
@@ -117,6 +125,13 @@ class DevicePages:
     def view_of(self, memory: Tensor) -> Tensor:
         """Return another engine's pages, uint8 [num_blocks * block_bytes] of the same layout, as a block view."""
         return block_view(memory, self.shape)
+
+    def _fetch(self, lane: "_Lane", ids: Seq[int], host: Tensor) -> None:
+        """Copy at most a lane's blocks to host memory, and wait for the copy."""
+        with lane.running():
+            staged = lane.staging[: len(ids)]
+            self._move(self.blocks, lane.upload(0, ids), staged, lane.numbers[: len(ids)])
+            host.copy_(staged, non_blocking=True)
 
     @contextmanager
     def _lane(self) -> "Iterator[_Lane]":

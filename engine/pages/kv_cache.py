@@ -24,11 +24,12 @@ from torch import Tensor
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
+from engine.device.host_ring import make_ring
 from engine.device.ipc import share_pages
 from engine.device.kv_copy import DevicePages
 from engine.device.memory import NoRoomForPages
 from engine.device.shared_memory import allocate_region
-from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, SharedRegion, WindowedLayers, check_ids
+from engine.kv_store import NONCE_BYTES, DeviceSharing, HostRing, KvShape, SharedRegion, WindowedLayers, check_ids
 from engine.pages.kv_format import KvDtype, format_named, kv_format
 from engine.pages.window_pages import split_budget
 from engine.weights.config import DecoderConfig, TransformersConfig
@@ -158,6 +159,7 @@ class TorchKvStore:
         self.window_page_of = array("i", [-1]) * (num_blocks if shape.windowed else 0)
         self.shared_region: SharedRegion | None = None
         self.device_sharing: DeviceSharing | None = None
+        self.host_ring: HostRing | None = None
         self.kv_format = format_named(shape.dtype)
         sizes = (-1, shape.parts_per_layer, num_blocks, shape.part_bytes)
         kv_bytes = num_blocks * shape.block_bytes
@@ -175,6 +177,7 @@ class TorchKvStore:
             self._pages = storage[:kv_bytes].view(sizes)
             self._bytes = DevicePages(self._pages, shape)
             self.device_sharing = share_pages(storage, self._bytes)
+            self.host_ring = make_ring(self._bytes)
         self._window_pages = (
             storage[kv_bytes : kv_bytes + window_bytes].view(
                 len(shape.windowed.layers), -1, num_window_pages, shape.windowed_part_bytes

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.ids import BlockId
 from engine.device.shared_memory import allocate_region
-from engine.kv_store import DeviceSharing, KvShape, SharedRegion
+from engine.kv_store import DeviceSharing, HostRing, KvShape, SharedRegion
 from engine.pages.kv_cache import HostPages
 
 
@@ -82,6 +82,7 @@ class StagedStore:
     """A `KvStore` over the slots. Slots are taken and freed on the event loop; bytes move on any thread."""
 
     device_sharing: DeviceSharing | None = None
+    host_ring: HostRing | None = None
 
     def __init__(self, shape: KvShape, num_slots: int, *, page_order: str) -> None:
         self.shape = shape

@@ -5,16 +5,21 @@
 3. Server `describe`: adds to FetchOpened what the puller needs to reach them.
 4. Puller `fetch`: holds whatever the transfer needs, such as mapped memory, until its `async with` block is left. What
    later transfers from the peer need as well may be kept until `forget`.
-5. Server `seal`: messages for blocks that are final; puller `Receiver.take`: fills pages from such a message.
+5. Server `seal`: messages for blocks that are final; puller `Receiver.take`: fills pages from such a message. Where
+   the server has said that it lends, the message names a slot of its ring, and the puller answers it (`Lending`).
 
 A transport lives in a file of its own and is listed in `registry.py`.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import xxhash
 
@@ -26,6 +31,8 @@ from common.wire_names import TRANSPORT_NUMBERS
 from engine.device.shared_memory import host_id
 from engine.kv_store import KvStore
 from kvrelay.v1 import kv_transfer_pb2 as pb
+
+_Result = TypeVar("_Result")
 
 
 class PeerLife(NamedTuple):
@@ -94,6 +101,54 @@ class SealedReceiver(ABC):
         self._target.missing.difference_update(indexes)
 
 
+Seal = Callable[[int, Seq[BlockId]], list[pb.FetchBlocksResponse]]
+"""(index of the first block, pages): returns the messages for consecutive blocks of a sequence. Any thread."""
+
+
+class Lending:
+    """Slots of a ring that one transfer has filled for its puller, which reads them until it answers. Event loop only.
+
+    All transfers of a worker share its slots. The `with` block gives back what the puller has not answered: no filling
+    may run at its end.
+    """
+
+    _MAX_LENT = 2
+    """One is filled while the puller reads the other."""
+
+    def __init__(self, free: "asyncio.Queue[int]", seal: Callable[[int, int, Seq[BlockId]], Any]) -> None:
+        """`free`: numbers of the slots that no transfer has; `seal`: a `Seal` behind the slot to fill."""
+        self._free = free
+        self._seal = seal
+        self._lent: deque[int] = deque()
+
+    def __enter__(self) -> "Lending":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._lent:
+            self.take_back()
+
+    @property
+    def num_lent(self) -> int:
+        """Slots that the puller has not answered."""
+        return len(self._lent)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether an answer must come before the next slot is filled."""
+        return len(self._lent) >= self._MAX_LENT
+
+    async def lend(self) -> Seal:
+        """Wait for a free slot and return what fills it."""
+        slot = await self._free.get()
+        self._lent.append(slot)
+        return partial(self._seal, slot)
+
+    def take_back(self) -> None:
+        """Free the oldest slot: the puller has answered."""
+        self._free.put_nowait(self._lent.popleft())
+
+
 class Transport(ABC):
     """One way of moving blocks, on one worker, as server and as puller. Event loop only, unless a method says more."""
 
@@ -131,6 +186,10 @@ class Transport(ABC):
     def seal(self, first_block: int, block_ids: Seq[BlockId]) -> list[pb.FetchBlocksResponse]:
         """Return the messages for consecutive blocks of a sequence. Any thread."""
 
+    def lending(self) -> Lending | None:
+        """Return the slots of one transfer, where `describe` says that they are lent; they are then sealed instead."""
+        return None
+
     @abstractmethod
     def fetch(
         self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget
@@ -139,6 +198,18 @@ class Transport(ABC):
 
     def forget(self, peer: PeerLife) -> None:  # noqa: B027 - most keep nothing
         """Release what is kept for a peer: the connection to it has ended."""
+
+
+async def to_end(work: Callable[..., _Result], *args: object) -> _Result:
+    """Run `work` in the executor; a cancellation waits for it, since what it uses may be freed right afterwards."""
+    running = asyncio.get_running_loop().run_in_executor(None, work, *args)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():  # a call may be cancelled twice: by its caller, then by a stopping server
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        raise
 
 
 def is_same_host(opened: pb.OpenFetch) -> bool:

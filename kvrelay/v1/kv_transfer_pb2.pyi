@@ -79,6 +79,7 @@ class OpenFetch(_message.Message):
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    READABLE_DEVICES_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     """The handoff. Empty: blocks of the cache are wanted, those named by block_hashes."""
     epoch: _builtins.int
@@ -90,7 +91,7 @@ class OpenFetch(_message.Message):
     host_id: _builtins.str
     """Host identity of the puller; shared memory needs an equal one."""
     device_uuid: _builtins.str
-    """Card that holds the puller's pages, empty when they are in host memory; CUDA IPC needs an equal one."""
+    """Card that holds the puller's pages, empty when they are in host memory."""
     block_hashes: _builtins.bytes
     """Without a handoff: chained hashes of consecutive blocks, 16 bytes each. The leading ones that are cached are pinned
     and sent; the manifest says how many those are.
@@ -100,6 +101,10 @@ class OpenFetch(_message.Message):
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_worker_pb2.KvTransport.ValueType]:
         """Transports that the puller can use, best first."""
+
+    @_builtins.property
+    def readable_devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Cards whose memory the puller's card can read, itself among them; CUDA IPC needs the serving worker's there."""
 
     def __init__(
         self,
@@ -113,14 +118,32 @@ class OpenFetch(_message.Message):
         device_uuid: _builtins.str = ...,
         block_hashes: _builtins.bytes = ...,
         ticket: _builtins.str = ...,
+        readable_devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "device_uuid", b"device_uuid", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "ticket", b"ticket", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "device_uuid", b"device_uuid", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "readable_devices", b"readable_devices", "ticket", b"ticket", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenFetch: _TypeAlias = OpenFetch  # noqa: Y015
+
+@_typing.final
+class TakenBlocks(_message.Message):
+    """The bytes of the oldest SealedBlocks that was not answered yet are in the puller's own pages; see FetchOpened.lends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakenBlocks: _TypeAlias = TakenBlocks  # noqa: Y015
 
 @_typing.final
 class AckFetch(_message.Message):
@@ -147,6 +170,7 @@ class FetchBlocksRequest(_message.Message):
 
     OPEN_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenFetch:
         """First."""
@@ -155,17 +179,22 @@ class FetchBlocksRequest(_message.Message):
     def ack(self) -> Global___AckFetch:
         """Last."""
 
+    @_builtins.property
+    def taken(self) -> Global___TakenBlocks:
+        """After each SealedBlocks, where the serving worker lends."""
+
     def __init__(
         self,
         *,
         open: Global___OpenFetch | None = ...,
         ack: Global___AckFetch | None = ...,
+        taken: Global___TakenBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "open", b"open", "taken", b"taken"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "open", b"open", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "ack"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "ack", "taken"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -173,7 +202,7 @@ Global___FetchBlocksRequest: _TypeAlias = FetchBlocksRequest  # noqa: Y015
 
 @_typing.final
 class SharedMemory(_message.Message):
-    """How to map the serving worker's pages."""
+    """How to map the serving worker's pages, or the ring that it copies them into: blocks one after the other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -191,7 +220,7 @@ class SharedMemory(_message.Message):
     nonce: _builtins.bytes
     """Random bytes at its end: proof that it is the same memory."""
     num_blocks: _builtins.int
-    """Number of blocks in the serving worker's pool."""
+    """Number of blocks in the serving worker's pool, or in the ring."""
     def __init__(
         self,
         *,
@@ -303,8 +332,11 @@ class FetchOpened(_message.Message):
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     NIXL_MEMORY_FIELD_NUMBER: _builtins.int
+    LENDS_FIELD_NUMBER: _builtins.int
     transport: _worker_pb2.KvTransport.ValueType
     """Transport of this stream."""
+    lends: _builtins.bool
+    """The memory is a ring: each SealedBlocks names blocks there, which are used again once TakenBlocks has answered it."""
     @_builtins.property
     def shared_memory(self) -> Global___SharedMemory:
         """With shared memory."""
@@ -324,10 +356,11 @@ class FetchOpened(_message.Message):
         shared_memory: Global___SharedMemory | None = ...,
         device_memory: Global___DeviceMemory | None = ...,
         nixl_memory: Global___NixlMemory | None = ...,
+        lends: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "nixl_memory", b"nixl_memory", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "nixl_memory", b"nixl_memory", "shared_memory", b"shared_memory", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "lends", b"lends", "nixl_memory", b"nixl_memory", "shared_memory", b"shared_memory", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,11 +379,11 @@ class SealedBlocks(_message.Message):
     """Index in the sequence of the first one."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Page of each in the serving worker's pool."""
+        """Page of each in the serving worker's pool, or block of its ring."""
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """xxh3_64 of each block's bytes; none with CUDA IPC, where the bytes never leave the card."""
+        """xxh3_64 of each block's bytes; none with CUDA IPC and with a ring, where nothing writes to them meanwhile."""
 
     def __init__(
         self,

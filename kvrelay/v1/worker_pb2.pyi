@@ -54,9 +54,9 @@ class _KvTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvTranspo
     KV_TRANSPORT_GRPC: _KvTransport.ValueType  # 1
     """Chunks on the gRPC stream."""
     KV_TRANSPORT_SHM: _KvTransport.ValueType  # 2
-    """Memory shared on one host."""
+    """Memory shared on one host: pages, or copies of those in device memory."""
     KV_TRANSPORT_CUDA_IPC: _KvTransport.ValueType  # 3
-    """Device memory shared on one card."""
+    """Device memory of the same card, or of one that it can read."""
     KV_TRANSPORT_NIXL: _KvTransport.ValueType  # 4
     """Host memory read by NIXL: RDMA where there is some."""
 
@@ -68,9 +68,9 @@ KV_TRANSPORT_UNSPECIFIED: KvTransport.ValueType  # 0
 KV_TRANSPORT_GRPC: KvTransport.ValueType  # 1
 """Chunks on the gRPC stream."""
 KV_TRANSPORT_SHM: KvTransport.ValueType  # 2
-"""Memory shared on one host."""
+"""Memory shared on one host: pages, or copies of those in device memory."""
 KV_TRANSPORT_CUDA_IPC: KvTransport.ValueType  # 3
-"""Device memory shared on one card."""
+"""Device memory of the same card, or of one that it can read."""
 KV_TRANSPORT_NIXL: KvTransport.ValueType  # 4
 """Host memory read by NIXL: RDMA where there is some."""
 Global___KvTransport: _TypeAlias = KvTransport  # noqa: Y015

@@ -17,6 +17,7 @@ from engine.kv_store import (
     DevicePeerPages,
     DeviceRegion,
     DeviceSharing,
+    HostRing,
     KvShape,
     KvStore,
     PeerPages,
@@ -97,6 +98,7 @@ class SimKvStore:
         self.window_page_of = array("i", [-1]) * num_blocks
         self.shared_region: SharedRegion | None = None
         self.device_sharing: DeviceSharing | None = _Sharing()
+        self.host_ring: HostRing | None = None
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
         """Raise: there are no bytes."""

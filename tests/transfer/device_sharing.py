@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from common.errors import TransferError
 from common.ids import BlockId
+from engine.device.shared_memory import allocate_region
 from engine.fake_pages import FakeKvStore
 from engine.kv_store import DevicePeerPages, DeviceRegion
 from worker.serving import RunningWorker
@@ -53,12 +54,30 @@ class FakeSharing:
         self._loop.call_soon_threadsafe(self.card.closed.set)
 
 
+class FakeRing:
+    """A `HostRing` of a fake store."""
+
+    num_slots, blocks_per_slot = 2, 512
+
+    def __init__(self, store: FakeKvStore) -> None:
+        self._store = store
+        self._memory, region = allocate_region(self.num_slots * self.blocks_per_slot * store.shape.block_bytes)
+        assert region is not None
+        self.region = region
+
+    def fill(self, slot: int, block_ids: Seq[BlockId]) -> range:
+        data, first = self._store.read_blocks(block_ids), slot * self.blocks_per_slot
+        start = first * self._store.shape.block_bytes
+        self._memory[start : start + data.nbytes] = data
+        return range(first, first + len(block_ids))
+
+
 def put_on_card(worker: RunningWorker, card: Card) -> None:
     """Move a worker's pages to device memory."""
     store = worker.runtime.executor.kv
     assert isinstance(store, FakeKvStore)
     store.device_sharing = FakeSharing(card, store)
-    store.shared_region = None
+    store.shared_region, store.host_ring = None, FakeRing(store)
 
 
 class _Mapped:

@@ -82,8 +82,17 @@ async def test_handoff_on_one_card_equals_oracle_at_every_boundary_and_maps_the_
     assert card.num_mapped == 1
 
 
-@pytest.mark.parametrize("apart", ["two cards of one host", "two hosts whose cards look alike", "card and host memory"])
-async def test_handoff_between_different_memories_goes_by_grpc(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("apart", "transport"),
+    [
+        ("two cards of one host", worker_pb2.KV_TRANSPORT_SHM),
+        ("card and host memory", worker_pb2.KV_TRANSPORT_SHM),
+        ("two hosts whose cards look alike", worker_pb2.KV_TRANSPORT_GRPC),
+    ],
+)
+async def test_handoff_between_two_memories_goes_by_the_ring_of_its_host_or_by_grpc(
+    apart: str, transport: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     card = Card("card-0")
     async with running_pair(transports=EVERY) as pair:
         put_on_card(pair.prefill, card)
@@ -92,8 +101,9 @@ async def test_handoff_between_different_memories_goes_by_grpc(apart: str, monke
             monkeypatch.setattr("kv_transfer.pull.host_id", lambda: "another host")
         elif apart == "card and host memory":
             pair.decode.runtime.executor.kv.device_sharing = None
-        answer = await pair.generate(make_request(range(30), ignore_eos=True))
-        assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
+        for length in LENGTHS:
+            answer = await pair.generate(make_request(range(length), max_tokens=9, ignore_eos=True))
+            assert transport_of(answer) == transport
 
 
 def sealed_by(*block_ids: int) -> pb.FetchBlocksResponse:

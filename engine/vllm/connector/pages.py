@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.ids import BlockId
 from engine.device.shared_memory import allocate_region
-from engine.kv_store import DeviceSharing, KvShape, SharedRegion, check_ids
+from engine.kv_store import DeviceSharing, HostRing, KvShape, SharedRegion, check_ids
 from engine.pages.kv_cache import HostPages
 from engine.weights.config import UnsupportedModel
 
@@ -164,6 +164,7 @@ class RankPages:
     """See the module. A slot holds a piece. Slots are taken and freed by one thread; bytes move on any."""
 
     device_sharing: DeviceSharing | None = None
+    host_ring: HostRing | None = None
     shared_region: SharedRegion | None
 
     def __init__(self, copies: "PageCopies", shape: KvShape, *, num_slots: int) -> None:
