@@ -16,7 +16,7 @@ from cluster.health.health_monitor import HealthMonitor
 from cluster.health.trial import try_worker
 from cluster.processes.launch_local import LocalLauncher, modules_to_fork, service_command
 from cluster.processes.launcher import Launcher, StartFailed
-from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_plan
+from cluster.processes.plan import HostResources, PlanError, ProcessSpec, largest_crowd, make_plan
 from cluster.processes.run_dir import FILE_NAME, write_config
 from cluster.processes.starter import StartFailure, StartListener, StartStep
 from cluster.processes.state import ClusterPhase, StateFile, has_served, wanted_processes
@@ -69,6 +69,8 @@ async def supervise(
         trust = _open_trust(config, run_dir)
         plan_for, launcher = _choose_launcher(config, trust, run_dir=run_dir)
         specs: Sequence[ProcessSpec] = plan_for(config)
+        if (crowd := largest_crowd(specs)) > 1:
+            report(f"warning: {crowd} workers share a GPU and its memory: lower pools.*.count to one for each GPU")
         try:
             report(f"opening launcher: {config.launcher}")
             await launcher.open()
@@ -149,8 +151,7 @@ def _choose_launcher(config: ServingConfig, trust: Trust, *, run_dir: Path) -> t
     """Return the plan function and the launcher of a configuration. Raises StartFailed if Ray is missing."""
     if config.launcher == "ray":
         return _ray(config, trust, run_dir)
-    pools = config.pools
-    host = _this_host(_visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None)
+    host = _this_host(_visible_gpus() if config.deals_gpus or _reserves_gpus(config) else None)
     launcher = LocalLauncher(
         command=service_command(run_dir / FILE_NAME),
         modules=partial(modules_to_fork, config_path=run_dir / FILE_NAME),
@@ -171,8 +172,9 @@ def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, L
         from cluster.ray.private_ray import PrivateRay
     except ImportError as error:
         raise StartFailed(f"{NO_RAY} ({error})") from error
-    # Ray assigns the GPUs itself; in a joined cluster it also chooses the hosts.
-    host = None if is_joined else _this_host(None)
+    # Ray assigns the GPUs that are reserved; in a joined cluster it also chooses the hosts.
+    deals_gpus = config.deals_gpus and not _reserves_gpus(config)
+    host = None if is_joined else _this_host(_visible_gpus() if deals_gpus else None)
     home = JoinedRay(config.name) if is_joined else PrivateRay(config.name)
     launcher = RayLauncher(config, run_dir=run_dir, home=home, authority=trust.authority, credentials=trust.credentials)
     return partial(make_plan, host=host), launcher
@@ -180,6 +182,10 @@ def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, L
 
 def _this_host(gpus: list[str] | None) -> HostResources:
     return HostResources(cores=usable_cores(), gpus=gpus, memory_bytes=measure_host().available_bytes)
+
+
+def _reserves_gpus(config: ServingConfig) -> bool:
+    return bool(config.pools.prefill.num_gpus or config.pools.decode.num_gpus)
 
 
 def _visible_gpus() -> list[str]:

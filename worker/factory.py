@@ -234,9 +234,11 @@ def memory_share(config: ServingConfig, pool: PoolConfig, environ: Mapping[str, 
 
     The launcher divides the memory of a host that it knows (`cluster.processes.plan`); on a host chosen by Ray a worker
     gets the same share of memory as of cores; started by hand, it gets all. A GPU belongs to the workers that reserve
-    it; workers that reserve none see the same one, and share it.
+    it; the launcher says how many others are on the one that it dealt to a worker without a reservation. Where it does
+    not know the host, such workers see the same one, and share it.
     """
     num_sharing = sum(p.count for p in (config.pools.prefill, config.pools.decode) if not p.num_gpus)
+    num_sharing = int(environ.get("KVRELAY_GPU_WORKERS") or num_sharing)
     dealt, num_cpus = environ.get("KVRELAY_MEMORY_BYTES"), environ.get("KVRELAY_NUM_CPUS")
     return MemoryShare(
         host_bytes=int(dealt) if dealt else None,

@@ -51,7 +51,7 @@ class HostFacts:
     shared_memory_bytes: int
     """Free bytes in /dev/shm; 0 if it does not exist."""
     num_gpus: int
-    """GPUs that the driver lists."""
+    """GPUs, or slices of these, that the driver lists."""
     compiler: str | None
     installed: Callable[[str], str | None]
     """Returns the version of a package, None if it is not installed."""
@@ -99,11 +99,20 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     if config.model.device == "cuda" and not host.num_gpus:
         yield failure("GPUs", "the driver lists none", "install the driver, or set model.device: cpu")
     else:
-        yield ok("GPUs", f"{host.num_gpus}")
+        yield _gpus(config, host)
     yield check_kernels(config, host)
     yield check_doors(config)
     if config.launcher == "ray":
         yield _ray(host, is_up=is_up)
+
+
+def _gpus(config: ServingConfig, host: HostFacts) -> DoctorFinding:
+    pools = (config.pools.prefill, config.pools.decode)
+    num_dealt = sum(pool.count for pool in pools if not pool.num_gpus)
+    if config.deals_gpus and config.launcher == "local" and 0 < host.num_gpus < num_dealt:
+        detail = f"{num_dealt} workers share {host.num_gpus}, and the memory of each"
+        return warning("GPUs", detail, "lower pools.*.count to one worker for each GPU")
+    return ok("GPUs", f"{host.num_gpus}")
 
 
 def _packages(config: ServingConfig, host: HostFacts) -> DoctorFinding:

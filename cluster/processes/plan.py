@@ -13,6 +13,7 @@ from common.config import PoolConfig, ServingConfig
 THREADS_ENV = "KVRELAY_THREADS"
 MEMORY_ENV = "KVRELAY_MEMORY_BYTES"
 CPUS_ENV = "KVRELAY_NUM_CPUS"
+GPU_WORKERS_ENV = "KVRELAY_GPU_WORKERS"
 # OpenMP reads OMP_NUM_THREADS when torch is loaded; ours is for everything that is sized later.
 THREAD_ENVS = ("OMP_NUM_THREADS", THREADS_ENV)
 
@@ -70,7 +71,8 @@ class HostResources:
 
     cores: int
     gpus: Sequence[str] | None
-    """Names for CUDA_VISIBLE_DEVICES to assign; None: not assigned here."""
+    """Names for CUDA_VISIBLE_DEVICES to assign; None: not assigned here. Workers that reserve none are dealt those that
+    no other reserves, in turn."""
     memory_bytes: int | None = None
     """Free memory before any worker runs, divided equally; None: not measured."""
 
@@ -95,6 +97,7 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
     num_workers = sum(sizes_of(config).values())
     devices = _GpuDealer(host.gpus) if host is not None and host.gpus is not None else None
     specs = routers
+    unreserved: list[dict[str, str]] = []
     for role in POOLS:
         pool: PoolConfig = getattr(config.pools, role)
         for idx in range(pool.count):
@@ -102,6 +105,8 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
             env |= dict.fromkeys(config.secret_variables, "")  # only routers may read these
             if devices is not None and pool.num_gpus:
                 env["CUDA_VISIBLE_DEVICES"] = devices.take(pool.num_gpus, key=f"pools.{role}.num_gpus")
+            elif config.deals_gpus:
+                unreserved.append(env)
             specs.append(
                 ProcessSpec(
                     name=f"{role}-{idx}",
@@ -114,7 +119,14 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
                     env=env,
                 )
             )
+    if devices is not None:
+        devices.deal(unreserved)
     return tuple(specs)
+
+
+def largest_crowd(specs: Sequence[ProcessSpec]) -> int:
+    """Return the most workers that were dealt one GPU."""
+    return max((int(spec.env.get(GPU_WORKERS_ENV, 0)) for spec in specs), default=0)
 
 
 def with_sizes(config: ServingConfig, sizes: Mapping[ProcessRole, int]) -> ServingConfig:
@@ -187,3 +199,10 @@ class _GpuDealer:
         for idx in fitting[:wanted]:
             self._used[idx] += share
         return ",".join(self._gpus[idx] for idx in fitting[:wanted])
+
+    def deal(self, workers: Sequence[dict[str, str]]) -> None:
+        """Set in each worker's variables a device that no reservation has, in turn, and how many workers it has."""
+        free = [gpu for gpu, used in zip(self._gpus, self._used, strict=True) if not used]
+        for idx, env in enumerate(workers if free else ()):
+            env["CUDA_VISIBLE_DEVICES"] = free[idx % len(free)]
+            env[GPU_WORKERS_ENV] = str(len(range(idx % len(free), len(workers), len(free))))

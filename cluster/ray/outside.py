@@ -25,6 +25,8 @@ _PAUSE_S = 2.0
 _LEAN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
+    # Before 2.60 an actor that reserves no GPU saw none.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Interval at which a caller checks whether a dead actor is back; 1000 by default.
     "RAY_core_worker_internal_heartbeat_ms": "50",
 }

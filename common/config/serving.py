@@ -165,6 +165,11 @@ class ServingConfig(Section):
                 )
         return self
 
+    @property
+    def deals_gpus(self) -> bool:
+        """Whether workers that reserve no GPU compute on one where the host has any."""
+        return self.model.device != "cpu" and self.model.engine != "fake"
+
     @model_validator(mode="after")
     def _pairs(self) -> "ServingConfig":
         prefill, decode = self.pools.prefill, self.pools.decode

@@ -173,7 +173,7 @@ class PoolConfig(Section):
     """CPUs to reserve from Ray for one worker; with `tensor_parallel`, for each of its ranks, all on one host."""
     num_gpus: Annotated[float, Field(ge=0), Need.POOL] = 0
     """GPUs for one worker: a part of one, or one for each rank. Ray assigns them; the local launcher does so by
-    `CUDA_VISIBLE_DEVICES`."""
+    `CUDA_VISIBLE_DEVICES`. With 0, workers of one host are dealt its GPUs in turn."""
     placement: Annotated[Literal["spread", "pack"], Need.POOL] = "pack"
     """In a Ray cluster, `spread` puts the workers of a pool on as many hosts as there are, `pack` fills one host after
     the other."""

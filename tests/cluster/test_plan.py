@@ -10,6 +10,7 @@ from cluster.processes.plan import (
     PlanError,
     ProcessRole,
     ProcessSpec,
+    largest_crowd,
     make_plan,
     pool_order,
     with_living_names,
@@ -127,6 +128,33 @@ def test_gpus_are_assigned_in_order_and_never_to_two_owners(
     specs = make_plan(make_config(prefill=prefill, decode=decode, engine="vllm"), make_host(gpus=gpus.split()))
 
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == expected
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "gpus", "cards", "num_sharing"),
+    [
+        ({"count": 1}, {"count": 3}, "0 1 2 3", ["0", "1", "2", "3"], [1, 1, 1, 1]),
+        ({"count": 1}, {"count": 2}, "0 1", ["0", "1", "0"], [2, 1, 2]),
+        ({"count": 1}, {"count": 2, "num_gpus": 1}, "0 1 MIG-a", ["MIG-a", "0", "1"], [1, None, None]),
+        ({"count": 1}, {"count": 1}, "", [None, None], [None, None]),
+    ],
+    ids=["a card each", "more workers than cards", "beside reserved ones", "no cards"],
+)
+def test_workers_that_reserve_no_gpu_are_dealt_those_of_the_host_in_turn(
+    prefill: dict[str, object], decode: dict[str, object], gpus: str, cards: list[str], num_sharing: list[int | None]
+) -> None:
+    pools = {"prefill": prefill, "decode": decode}
+    config = ServingConfig.model_validate({"model": {"engine": "torch"}, "pools": pools})
+    _, *workers = make_plan(config, make_host(gpus=gpus.split()))
+    assert [worker.env.get("CUDA_VISIBLE_DEVICES") for worker in workers] == cards
+    assert [worker.env.get("KVRELAY_GPU_WORKERS") for worker in workers] == [n and str(n) for n in num_sharing]
+    assert largest_crowd(workers) == max(n or 0 for n in num_sharing)
+
+
+@pytest.mark.parametrize("model", [{"device": "cpu"}, {"engine": "fake"}])
+def test_workers_that_compute_on_no_gpu_are_dealt_none(model: dict[str, str]) -> None:
+    _, *workers = make_plan(ServingConfig.model_validate({"model": model}), make_host(gpus=["0", "1"]))
+    assert not any("CUDA_VISIBLE_DEVICES" in worker.env for worker in workers)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,13 @@ def test_memory_share_of_a_device_is_reserved_or_an_equal_part_of_the_rest(
     assert memory_share(config, config.pools.decode, {}, cores=8).device_fraction == fraction
 
 
+@pytest.mark.parametrize(("num_workers", "fraction"), [("1", 1.0), ("3", 1 / 3)])
+def test_memory_share_of_a_dealt_device_is_divided_among_the_workers_on_it(num_workers: str, fraction: float) -> None:
+    config = make_config(decode={"count": 4})
+    share = memory_share(config, config.pools.decode, {"KVRELAY_GPU_WORKERS": num_workers}, cores=8)
+    assert share.device_fraction == pytest.approx(fraction)
+
+
 @pytest.mark.parametrize(("keys", "num_blocks"), [({}, 8192), ({"kv_memory_gib": 2**-20}, 8), ({"num_blocks": 5}, 5)])
 def test_load_executor_for_the_fake_engine_has_the_pages_of_the_configuration(
     keys: dict[str, float], num_blocks: int
