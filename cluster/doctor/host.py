@@ -5,6 +5,7 @@ import platform
 import resource
 import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,6 +54,10 @@ class HostFacts:
     num_gpus: int
     """GPUs, or slices of these, that the driver lists."""
     compiler: str | None
+    c_compiler: str | None
+    """C compiler with which Triton builds its launchers."""
+    has_python_headers: bool
+    """Whether there is a Python.h, which these include."""
     installed: Callable[[str], str | None]
     """Returns the version of a package, None if it is not installed."""
 
@@ -69,6 +74,8 @@ def this_host() -> HostFacts:
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else 0,
         num_gpus=len(list_gpus()),
         compiler=find_compiler(),
+        c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        has_python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
         installed=installed_package,
     )
 
@@ -184,6 +191,14 @@ def check_kernels(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     model = config.model
     is_cpu = model.device == "cpu" or (model.device == "auto" and not host.num_gpus)
     is_compiled_by_torch = model.kernels == "compile"
+    if host.num_gpus and config.deals_gpus:
+        missing = ["no C compiler"] if host.c_compiler is None else []
+        missing += [] if host.has_python_headers else ["no Python.h"]
+        if missing:
+            detail = f"{' and '.join(missing)}: Triton builds its launchers with both at a worker's start on a GPU"
+            return failure("compiled kernels", detail, "install gcc and python3-dev, or set model.device: cpu")
+        if not is_compiled_by_torch:
+            return ok("compiled kernels", f"Triton's, compiler {host.c_compiler}")
     if not is_compiled_by_torch and (not is_cpu or model.engine != "torch" or model.kernels == "torch"):
         return ok("compiled kernels", "not needed")
     if host.compiler is None and is_compiled_by_torch:

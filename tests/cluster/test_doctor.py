@@ -35,6 +35,7 @@ ADD_ROUTER = inference_pb2_grpc.add_InferenceServiceServicer_to_server
 
 
 RANDOM: dict[str, Any] = {"model": {"id": f"{RANDOM_PREFIX}tiny", "device": "cpu"}}
+ON_GPU: dict[str, Any] = {"model": {"engine": "torch", "device": "auto"}}
 COMPILED: dict[str, Any] = {"model": {"engine": "vllm", "kernels": "compile"}}
 FOUR_THREADS: dict[str, Any] = {"pools": {"decode": {"threads": 4}}}
 
@@ -62,6 +63,8 @@ def host(**changes: Any) -> HostFacts:
         shared_memory_bytes=8 * GIB,
         num_gpus=0,
         compiler="/usr/bin/c++",
+        c_compiler="/usr/bin/gcc",
+        has_python_headers=True,
         installed=installed_package,
     )
     return dataclasses.replace(facts, **changes)
@@ -110,6 +113,14 @@ def test_healthy_host_has_only_good_findings() -> None:
         ({"model": {}}, {"num_gpus": 1}, "GPUs", Health.WARNING, "2 workers share 1"),
         ({"launcher": "ray"}, {"shared_memory_bytes": GIB // 8}, "Ray", Health.FAILURE, "--shm-size"),
         (RANDOM, {"compiler": None}, "compiled kernels", Health.WARNING, "install g++"),
+        (ON_GPU, {"num_gpus": 2, "c_compiler": None}, "compiled kernels", Health.FAILURE, "no C compiler: Triton"),
+        (
+            ON_GPU,
+            {"num_gpus": 2, "has_python_headers": False},
+            "compiled kernels",
+            Health.FAILURE,
+            "no Python.h: Triton",
+        ),
         (COMPILED, {"compiler": None}, "compiled kernels", Health.FAILURE, "model.kernels: compile"),
         (RANDOM | FOUR_THREADS, {"num_cores": 1}, "cores", Health.WARNING, "lower pools.*.count"),
         ({"model": {}}, {}, "model files", Health.WARNING, "`kvrelay up` fetches it"),
