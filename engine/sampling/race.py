@@ -1,4 +1,4 @@
-"""The random choice of tokens without top-k and top-p, in two launches: the exponential race of `engine.sampling.draw`.
+"""The random choice among the tokens that top-k and top-p keep, in two launches: the race of `engine.sampling.draw`.
 
 A program races a part of a row's vocabulary, a second kernel takes the winner of each row's parts. Every logit is read
 once and nothing of the vocabulary's length is written. Keys, bits and uniform numbers are those of
@@ -25,11 +25,14 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
-def race(logits: Tensor, best_ids: Tensor, temperature: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
+def race(
+    logits: Tensor, best_ids: Tensor, temperature: Tensor, min_p: Tensor, keys: Tensor, kept: tuple[Tensor, Tensor]
+) -> Tensor:
     """Return the tokens that win, int64 [num_rows]; those of `best_ids` where these are negative or temperature is 0.
 
     logits float32 [num_rows, vocab_size] with contiguous rows; the others [num_rows], contiguous: best_ids int64 as
-    from `first_best`, temperature and min_p float64, keys int64.
+    from `first_best`, temperature and min_p float64, keys int64, and the two of `kept` as `engine.sampling.cut` returns
+    them.
     """
     num_rows, vocab_size = logits.shape
     num_parts = triton.cdiv(vocab_size, _PART)
@@ -44,6 +47,7 @@ def race(logits: Tensor, best_ids: Tensor, temperature: Tensor, min_p: Tensor, k
         temperature,
         min_p,
         keys,
+        *kept,
         logits.stride(0),
         vocab_size,
         PART=_PART,
@@ -64,7 +68,16 @@ def race(logits: Tensor, best_ids: Tensor, temperature: Tensor, min_p: Tensor, k
 
 
 # A step's columns may lie anywhere, and no step may wait for the compiler.
-@triton.jit(do_not_specialize_on_alignment=["best_ids_ptr", "temperature_ptr", "min_p_ptr", "keys_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "best_ids_ptr",
+        "temperature_ptr",
+        "min_p_ptr",
+        "keys_ptr",
+        "last_logits_ptr",
+        "last_ids_ptr",
+    ]
+)
 def _race_kernel(
     speeds_ptr,
     winners_ptr,
@@ -73,6 +86,8 @@ def _race_kernel(
     temperature_ptr,
     min_p_ptr,
     keys_ptr,
+    last_logits_ptr,
+    last_ids_ptr,
     row_stride,
     vocab_size,
     PART: tl.constexpr,
@@ -86,15 +101,18 @@ def _race_kernel(
         peak = tl.load(row_ptr + best_id).to(tl.float64)
         min_p = tl.load(min_p_ptr + row)
         key = tl.load(keys_ptr + row)
+        last_logit = tl.load(last_logits_ptr + row)
+        last_id = tl.load(last_ids_ptr + row)
         lanes = tl.arange(0, BLOCK)
         speeds = tl.full([BLOCK], -1.0, dtype=tl.float64)
         winners = tl.full([BLOCK], _NO_TOKEN, dtype=tl.int32)
         for first in range(0, PART, BLOCK):
             tokens = tl.program_id(1) * PART + first + lanes
             exists = tokens < vocab_size
-            logits = tl.load(row_ptr + tokens, mask=exists, other=float("-inf")).to(tl.float64)
-            weights = tl.exp((logits - peak) / temperature)
-            weights = tl.where(weights < min_p, 0.0, weights)
+            logits = tl.load(row_ptr + tokens, mask=exists, other=float("-inf"))
+            is_kept = (logits > last_logit) | ((logits == last_logit) & (tokens <= last_id))
+            weights = tl.exp((logits.to(tl.float64) - peak) / temperature)
+            weights = tl.where(is_kept & (weights >= min_p), weights, 0.0)
             speed = tl.where(exists, weights / _waiting_times(key, tokens), -1.0)
             is_faster = speed > speeds  # of equals, the smaller token id stays
             winners = tl.where(is_faster, tokens, winners)

@@ -25,7 +25,8 @@ not stable: each of its 50,000 boundaries moves, and about one draw in a thousan
 float32). There is no random generator, so that a row's answer depends on the row alone.
 
 On a CPU with a compiler, one kernel (`engine/ops/cpu/draw.h`) does steps 7 to 11 for rows of any parameters together,
-except for rows that test a drafted token. Torch does them everywhere else, and is the reference.
+except for rows that test a drafted token. On a GPU with Triton, `cut` and `race` do them inside a decode step's graph
+for rows whose logits nothing shapes. Torch does them everywhere else, and is the reference.
 
 A beam's row is a greedy one that reports its best tokens; `engine.beams` chooses among those of all beams.
 """

@@ -42,6 +42,7 @@ from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write
 from engine.ops.triton_kernels.step import DeviceStep
+from engine.sampling.cut import cut
 from engine.sampling.race import race
 from engine.weights.architectures import Activation
 from engine.weights.kernels import int8_linear, quantize_rows
@@ -211,7 +212,10 @@ def _launch_kernels_of_any_shape() -> None:
     scale = torch.empty((4096, 1), dtype=torch.bfloat16, device="meta")
     token_ids = torch.empty(64, dtype=torch.int64, device="meta")
     reals = torch.empty(64, dtype=torch.float64, device="meta")
-    race(torch.empty((64, 151936), dtype=torch.float32, device="meta"), token_ids, reals, reals, token_ids)
+    for vocab_size in (151936, 49152, 50257):
+        logits = torch.empty((64, vocab_size), dtype=torch.float32, device="meta")
+        kept = cut(logits, token_ids, reals, reals, reals)
+        race(logits, token_ids, reals, reals, token_ids, kept)
     for num_tokens in (64, 256):
         rows = torch.empty((num_tokens, 4096), dtype=torch.bfloat16, device="meta")
         int8_linear(rows, torch.empty((4096, 4096), dtype=torch.int8, device="meta"), scale)

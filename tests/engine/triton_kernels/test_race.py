@@ -23,6 +23,15 @@ def _columns(num_rows: int, *, temperature: float, min_p: float = 0.0) -> tuple[
     return torch.full((num_rows,), temperature).double(), torch.full((num_rows,), min_p).double(), keys
 
 
+def _all_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what rows without top-k and top-p keep."""
+    return torch.full((len(logits),), -torch.inf), torch.full((len(logits),), logits.shape[1])
+
+
+def _race_on(device: torch.device, *inputs: Tensor) -> list[int]:
+    return kernels.race(*_on(device, *inputs), tuple(_on(device, *_all_of(inputs[0])))).tolist()
+
+
 def _on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     return [tensor.to(device) for tensor in tensors]
 
@@ -31,7 +40,7 @@ def _on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
 def test_race_of_any_vocabulary_chooses_as_reference(vocab_size: int, device: torch.device) -> None:
     logits = _logits(5, vocab_size)
     inputs = (logits, first_best(logits), *_columns(5, temperature=1.5))
-    assert kernels.race(*_on(device, *inputs)).tolist() == race(*inputs).tolist()
+    assert _race_on(device, *inputs) == race(*inputs, _all_of(logits)).tolist()
 
 
 @pytest.mark.parametrize(("temperature", "min_p"), [(1e-4, 0.0), (0.7, 0.2), (10.0, 0.0), (3.0, 1.0)])
@@ -40,7 +49,7 @@ def test_race_of_temperatures_and_floors_chooses_as_reference(
 ) -> None:
     logits = _logits(8, 700)
     inputs = (logits, first_best(logits), *_columns(8, temperature=temperature, min_p=min_p))
-    assert kernels.race(*_on(device, *inputs)).tolist() == race(*inputs).tolist()
+    assert _race_on(device, *inputs) == race(*inputs, _all_of(logits)).tolist()
 
 
 def test_race_leaves_rows_without_temperature_or_maximum_as_they_are(device: torch.device) -> None:
@@ -49,8 +58,8 @@ def test_race_leaves_rows_without_temperature_or_maximum_as_they_are(device: tor
     temperature, min_p, keys = _columns(3, temperature=1.0)
     temperature[2] = 0.0
     inputs = (logits, first_best(logits), temperature, min_p, keys)
-    chosen = kernels.race(*_on(device, *inputs)).tolist()
-    assert chosen == race(*inputs).tolist()
+    chosen = _race_on(device, *inputs)
+    assert chosen == race(*inputs, _all_of(logits)).tolist()
     assert chosen[1:] == [INVALID, int(logits[2].argmax())]
 
 
@@ -58,10 +67,10 @@ def test_race_of_impossible_tokens_never_chooses_them(device: torch.device) -> N
     logits = torch.full((16, 1000), -torch.inf)
     logits[:, [3, 990]] = 0.0
     inputs = (logits, first_best(logits), *_columns(16, temperature=2.0))
-    assert set(kernels.race(*_on(device, *inputs)).tolist()) == {3, 990}
+    assert set(_race_on(device, *inputs)) == {3, 990}
 
 
-def test_race_columns_choose_the_sampler_s_tokens_for_rows_that_race(device: torch.device) -> None:
+def test_race_columns_choose_the_sampler_s_tokens_for_rows_that_race() -> None:
     sampling: list[dict[str, Any]] = [
         {"temperature": 0.8, "seed": 3},
         {"temperature": 0.0},
@@ -75,7 +84,4 @@ def test_race_columns_choose_the_sampler_s_tokens_for_rows_that_race(device: tor
     words = columns.upload(torch.device("cpu"))
     chosen = planned.choose(logits, first_best(logits), words).tolist()
     expected = [each.token_id for each in Sampler(vocab_size=640, eos_token_ids=frozenset()).sample(logits, rows)]
-    assert chosen[:3] == expected[:3]
-    assert chosen[3] == int(logits[3].argmax())  # the choice among ranked tokens replaces it
-    parts = (planned.temperature.of(words), planned.min_p.of(words), planned.keys.of(words))
-    assert kernels.race(*_on(device, logits, first_best(logits), *parts)).tolist() == chosen
+    assert chosen == expected
