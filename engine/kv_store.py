@@ -153,7 +153,7 @@ class SharedRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRegion:
-    """Address of the pages for other processes on the same card."""
+    """Address of the pages for other processes on the same card, or on one that can read its memory."""
 
     handle: bytes
     """Handle of the device allocation that holds the pages (cudaIpcMemHandle_t)."""
@@ -178,9 +178,11 @@ class DevicePeerPages(Protocol):
 
 
 class DeviceSharing(Protocol):
-    """Pages in device memory that processes on the same card may map."""
+    """Pages in device memory that processes on the same card, or on one that can read it, may map."""
 
     region: DeviceRegion
+    readable_devices: tuple[str, ...]
+    """UUIDs of the cards whose memory ours can read, itself first."""
 
     def map_peer(self, region: DeviceRegion, num_blocks: int) -> DevicePeerPages:
         """Map another process's region of equally shaped pages. Takes milliseconds. Raises TransferError."""

@@ -95,7 +95,9 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
         for idx in range(config.router.count)
     ]
     num_workers = sum(sizes_of(config).values())
-    devices = _GpuDealer(host.gpus) if host is not None and host.gpus is not None else None
+    devices = None
+    if host is not None and host.gpus is not None:
+        devices = _GpuDealer(host.gpus, shows_others=config.model.engine == "torch")
     specs = routers
     unreserved: list[dict[str, str]] = []
     for role in POOLS:
@@ -181,8 +183,10 @@ def _worker_env(pool: PoolConfig, host: HostResources | None, *, num_workers: in
 class _GpuDealer:
     """Assigns devices in order: whole ones exclusively, one shared device to as many workers as fit."""
 
-    def __init__(self, gpus: Sequence[str]) -> None:
+    def __init__(self, gpus: Sequence[str], *, shows_others: bool) -> None:
+        """`shows_others`: see `_visible`."""
         self._gpus = tuple(gpus)
+        self._shows_others = shows_others and not any(gpu.startswith("MIG") for gpu in gpus)
         self._used = [0.0] * len(self._gpus)
 
     def take(self, num_gpus: float, *, key: str) -> str:
@@ -198,11 +202,20 @@ class _GpuDealer:
             )
         for idx in fitting[:wanted]:
             self._used[idx] += share
-        return ",".join(self._gpus[idx] for idx in fitting[:wanted])
+        return self._visible([self._gpus[idx] for idx in fitting[:wanted]])
 
     def deal(self, workers: Sequence[dict[str, str]]) -> None:
         """Set in each worker's variables a device that no reservation has, in turn, and how many workers it has."""
         free = [gpu for gpu, used in zip(self._gpus, self._used, strict=True) if not used]
         for idx, env in enumerate(workers if free else ()):
-            env["CUDA_VISIBLE_DEVICES"] = free[idx % len(free)]
+            env["CUDA_VISIBLE_DEVICES"] = self._visible([free[idx % len(free)]])
             env[GPU_WORKERS_ENV] = str(len(range(idx % len(free), len(workers), len(free))))
+
+    def _visible(self, own: Sequence[str]) -> str:
+        """Return the value for CUDA_VISIBLE_DEVICES of a worker that computes on these.
+
+        Its own come first, so that its device 0 is its own. The others follow, since the driver maps memory of visible
+        devices only; slices of a card are never mapped, and a process sees one of them.
+        """
+        others = [gpu for gpu in self._gpus if gpu not in own] if self._shows_others else []
+        return ",".join([*own, *others])

@@ -216,9 +216,9 @@ class TransferConfig(Section):
     """How KV moves."""
 
     transports: Annotated[tuple[TransportName, ...], Need.WORKERS] = ("cuda_ipc", "shm", "grpc")
-    """How KV blocks travel, tried in this order. `cuda_ipc` works on one card, `shm` on one host, from device memory
-    through a ring of pinned host memory, [`nixl`](serving.md#nixl) between hosts with KV in host memory, `grpc`
-    always."""
+    """How KV blocks travel, tried in this order. `cuda_ipc` works on one card, and between cards that read each other's
+    memory where both workers see both (without Ray they do), `shm` on one host, from device memory through a ring of
+    pinned host memory, [`nixl`](serving.md#nixl) between hosts with KV in host memory, `grpc` always."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 20), Need.WORKERS] = 1 << 20
     """Bytes in one message of a transfer by gRPC, at most 1 MiB."""
     lease_ttl_s: Annotated[float, Field(gt=0), Need.WORKERS] = 10.0

@@ -27,6 +27,8 @@ class _Uuid(ctypes.Structure):
 _ENTRY_POINTS = {
     "cuInit": (ctypes.c_uint,),
     "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuDeviceGetCount": (ctypes.POINTER(ctypes.c_int),),
+    "cuDeviceCanAccessPeer": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDeviceGetUuid_v2": (ctypes.POINTER(_Uuid), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
@@ -52,9 +54,8 @@ class CudaDriver:
         self._call("cuInit", 0)
         ordinal = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(ordinal), device.index)
-        found = _Uuid()
-        self._call("cuDeviceGetUuid_v2", ctypes.byref(found), ordinal)
-        self.device_uuid = str(uuid.UUID(bytes=bytes(found.bytes)))
+        self.device_uuid = self._uuid_of(ordinal)
+        self.readable_devices = (self.device_uuid, *self._readable_from(ordinal))
         # The primary context is the one that torch uses. It is retained for the life of the process.
         self._context = ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
@@ -89,8 +90,26 @@ class CudaDriver:
             self._call("cuIpcCloseMemHandle", address)
 
     def view(self, address: int, num_bytes: int) -> Tensor:
-        """Return device memory as uint8 [num_bytes], without owning it."""
-        return torch.as_tensor(_Memory(address, num_bytes), device=self._device)
+        """Return memory that this device can read as uint8 [num_bytes], without owning it."""
+        # The array interface would copy: it takes memory of another device for a tensor there.
+        storage = torch._C._construct_storage_from_data_pointer(address, self._device, num_bytes)  # noqa: SLF001
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def _uuid_of(self, ordinal: ctypes.c_int) -> str:
+        found = _Uuid()
+        self._call("cuDeviceGetUuid_v2", ctypes.byref(found), ordinal)
+        return str(uuid.UUID(bytes=bytes(found.bytes)))
+
+    def _readable_from(self, ordinal: ctypes.c_int) -> Iterator[str]:
+        """Yield the other visible devices whose memory this one can read."""
+        num_devices, peer, can_read = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(num_devices))
+        for index in range(num_devices.value):
+            self._call("cuDeviceGet", ctypes.byref(peer), index)
+            if peer.value != ordinal.value:
+                self._call("cuDeviceCanAccessPeer", ctypes.byref(can_read), ordinal, peer)
+                if can_read.value:
+                    yield self._uuid_of(peer)
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -107,15 +126,3 @@ class CudaDriver:
             text = ctypes.c_char_p()
             self._library.cuGetErrorName(result, ctypes.byref(text))
             raise OSError(f"{name}: {text.value.decode() if text.value else result}")
-
-
-class _Memory:
-    """Device memory by address, as the CUDA array interface describes it (https://numba.readthedocs.io)."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),  # torch takes only writable memory; nothing here writes to it
-            "version": 3,
-        }

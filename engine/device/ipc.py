@@ -1,13 +1,16 @@
-"""Pages in device memory, shared among the processes on one card.
+"""Pages in device memory, shared among the processes on one card, or on cards that can read each other's memory.
 
-The owner of the pages publishes a handle of their allocation once, at start. Another process on the same card maps the
-allocation and copies pages out of it, device to device, without a byte passing through the host. It never writes there.
+The owner of the pages publishes a handle of their allocation once, at start. Another process maps the allocation and
+copies pages out of it, device to device, without a byte passing through the host. It never writes there. Of another
+card, the mapping is read over NVLink or PCIe; the driver says which cards can do that, among those that both processes
+see.
 Random bytes after the pages are compared with those received over gRPC, as proof that the right memory was mapped.
 
 A mapping keeps the memory of a dead owner allocated, so that it must be unmapped when the owner dies.
 """
 
 import logging
+import os
 import secrets
 from collections.abc import Sequence as Seq
 from typing import Protocol
@@ -27,6 +30,8 @@ class IpcDriver(Protocol):
     """Driver of a device, as far as sharing needs it. Any thread; calls raise OSError when the driver refuses them."""
 
     device_uuid: str
+    readable_devices: tuple[str, ...]
+    """UUIDs of the visible devices whose memory this one can read, itself first."""
 
     def export(self, address: int) -> tuple[bytes, int]:
         """Return the handle of the allocation around a device address, and the address' offset in it."""
@@ -41,7 +46,7 @@ class IpcDriver(Protocol):
         ...
 
     def view(self, address: int, num_bytes: int) -> Tensor:
-        """Return device memory as uint8 [num_bytes], without owning it."""
+        """Return memory that this device can read as uint8 [num_bytes], without owning it."""
         ...
 
 
@@ -55,6 +60,7 @@ class SharedDevicePages:
         storage[-NONCE_BYTES:] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8)
         self._pages = pages
         self._driver = driver
+        self.readable_devices = driver.readable_devices
         self.region = DeviceRegion(
             handle=handle,
             offset_bytes=offset_bytes,
@@ -65,9 +71,9 @@ class SharedDevicePages:
 
     def map_peer(self, region: DeviceRegion, num_blocks: int) -> "MappedPages":
         """Map another process's region of equally shaped pages. Takes milliseconds. Raises TransferError."""
-        if region.device_uuid != self.region.device_uuid:
+        if region.device_uuid not in self.readable_devices:
             raise LayoutMismatch(
-                f"cannot map pages on device {region.device_uuid}: ours are on {self.region.device_uuid}"
+                f"cannot map pages on device {region.device_uuid}: ours, {self.region.device_uuid}, cannot read it"
             )
         self._pages.shape.check_region(region.size_bytes, num_blocks)
         try:
@@ -117,5 +123,12 @@ def share_pages(storage: Tensor, pages: DevicePages) -> SharedDevicePages | None
     try:
         return SharedDevicePages(storage, pages, CudaDriver(storage.device))
     except (OSError, AttributeError) as error:  # no driver library, no such entry point, or a refusal
-        logger.warning("cannot share KV pages on %s with other processes: %s", storage.device, error)
+        advice = "; leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF" if _has_expandable_segments() else ""
+        logger.warning("cannot share KV pages on %s with other processes: %s%s", storage.device, error, advice)
         return None
+
+
+def _has_expandable_segments() -> bool:
+    """Return whether torch was told to allocate memory of which the driver makes no handles."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:true" in each.replace(" ", "").lower() for each in settings)

@@ -1,4 +1,4 @@
-"""Pages in the memory of one card that both workers use: the puller copies inside the card.
+"""Pages in memory that the puller's card can read, its own or another card's: the puller copies from card to card.
 
 There are no checksums: they would cost as much as the copy, on both sides. Instead, the nonce proves that the memory is
 the right one, nothing writes to the pages while they are pinned, and they are pinned until the acknowledgement, which
@@ -47,13 +47,13 @@ class CudaIpc(Transport):
         """See `Transport`."""
         sharing = self._store.device_sharing
         if sharing is not None:
-            opened.device_uuid = sharing.region.device_uuid
+            opened.readable_devices.extend(sharing.readable_devices)
         return sharing is not None
 
     def reaches(self, opened: pb.OpenFetch) -> bool:
         """See `Transport`."""
         sharing = self._store.device_sharing
-        return sharing is not None and is_same_host(opened) and opened.device_uuid == sharing.region.device_uuid
+        return sharing is not None and is_same_host(opened) and sharing.region.device_uuid in opened.readable_devices
 
     def describe(self, opened: pb.FetchOpened) -> None:
         """See `Transport`."""

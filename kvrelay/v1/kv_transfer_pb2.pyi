@@ -76,7 +76,6 @@ class OpenFetch(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
-    DEVICE_UUID_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     READABLE_DEVICES_FIELD_NUMBER: _builtins.int
@@ -90,8 +89,6 @@ class OpenFetch(_message.Message):
     """The puller's layout; another one is refused."""
     host_id: _builtins.str
     """Host identity of the puller; shared memory needs an equal one."""
-    device_uuid: _builtins.str
-    """Card that holds the puller's pages, empty when they are in host memory."""
     block_hashes: _builtins.bytes
     """Without a handoff: chained hashes of consecutive blocks, 16 bytes each. The leading ones that are cached are pinned
     and sent; the manifest says how many those are.
@@ -104,7 +101,9 @@ class OpenFetch(_message.Message):
 
     @_builtins.property
     def readable_devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Cards whose memory the puller's card can read, itself among them; CUDA IPC needs the serving worker's there."""
+        """Cards whose memory the one with the puller's pages can read, itself first; CUDA IPC needs the serving worker's
+        among them. Empty when the pages are in host memory.
+        """
 
     def __init__(
         self,
@@ -115,14 +114,13 @@ class OpenFetch(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         transports: _abc.Iterable[_worker_pb2.KvTransport.ValueType] | None = ...,
         host_id: _builtins.str = ...,
-        device_uuid: _builtins.str = ...,
         block_hashes: _builtins.bytes = ...,
         ticket: _builtins.str = ...,
         readable_devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "device_uuid", b"device_uuid", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "readable_devices", b"readable_devices", "ticket", b"ticket", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "readable_devices", b"readable_devices", "ticket", b"ticket", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

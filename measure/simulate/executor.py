@@ -123,6 +123,7 @@ class _Sharing:
         self.region = DeviceRegion(
             handle=b"simulated", offset_bytes=0, size_bytes=0, device_uuid="simulated", nonce=b""
         )
+        self.readable_devices: tuple[str, ...] = ("simulated",)
 
     def map_peer(self, region: DeviceRegion, num_blocks: int) -> DevicePeerPages:
         return _PeerPages()

@@ -133,12 +133,13 @@ def test_gpus_are_assigned_in_order_and_never_to_two_owners(
 @pytest.mark.parametrize(
     ("prefill", "decode", "gpus", "cards", "num_sharing"),
     [
-        ({"count": 1}, {"count": 3}, "0 1 2 3", ["0", "1", "2", "3"], [1, 1, 1, 1]),
-        ({"count": 1}, {"count": 2}, "0 1", ["0", "1", "0"], [2, 1, 2]),
+        ({"count": 1}, {"count": 3}, "0 1 2 3", ["0,1,2,3", "1,0,2,3", "2,0,1,3", "3,0,1,2"], [1, 1, 1, 1]),
+        ({"count": 1}, {"count": 2}, "0 1", ["0,1", "1,0", "0,1"], [2, 1, 2]),
         ({"count": 1}, {"count": 2, "num_gpus": 1}, "0 1 MIG-a", ["MIG-a", "0", "1"], [1, None, None]),
+        ({"count": 1}, {"count": 1, "num_gpus": 1}, "4 5", ["5,4", "4,5"], [1, None]),
         ({"count": 1}, {"count": 1}, "", [None, None], [None, None]),
     ],
-    ids=["a card each", "more workers than cards", "beside reserved ones", "no cards"],
+    ids=["a card each", "more workers than cards", "slices", "beside reserved ones", "no cards"],
 )
 def test_workers_that_reserve_no_gpu_are_dealt_those_of_the_host_in_turn(
     prefill: dict[str, object], decode: dict[str, object], gpus: str, cards: list[str], num_sharing: list[int | None]

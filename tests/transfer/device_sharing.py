@@ -17,6 +17,8 @@ class Card:
     """One device, and what happened on it."""
 
     uuid: str = "card-0"
+    readable: tuple["Card", ...] = ()
+    """Other cards whose memory this one can read."""
     stores: dict[bytes, FakeKvStore] = field(default_factory=dict)
     num_mapped: int = 0
     num_closed: int = 0
@@ -38,13 +40,15 @@ class FakeSharing:
             device_uuid=card.uuid,
             nonce=handle.ljust(16),
         )
+        self.readable_devices = (card.uuid, *(each.uuid for each in card.readable))
         self._loop = asyncio.get_running_loop()
 
     def map_peer(self, region: DeviceRegion, num_blocks: int) -> DevicePeerPages:
-        peer = self.card.stores.get(region.handle)
+        card = next(each for each in (self.card, *self.card.readable) if each.uuid == region.device_uuid)
+        peer = card.stores.get(region.handle)
         if peer is None:
             raise TransferError("no such handle")
-        expected = (region.handle.ljust(16), 64, num_blocks * peer.shape.block_bytes + 16, self.card.uuid)
+        expected = (region.handle.ljust(16), 64, num_blocks * peer.shape.block_bytes + 16, card.uuid)
         assert (region.nonce, region.offset_bytes, region.size_bytes, region.device_uuid) == expected
         self.card.num_mapped += 1
         return _Mapped(self, peer)

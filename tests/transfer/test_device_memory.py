@@ -82,6 +82,30 @@ async def test_handoff_on_one_card_equals_oracle_at_every_boundary_and_maps_the_
     assert card.num_mapped == 1
 
 
+async def test_handoff_between_two_cards_is_mapped_where_one_reads_the_other() -> None:
+    source = Card("card-0")
+    card = Card("card-1", readable=(source,))
+    async with running_pair(transports=EVERY) as pair:
+        put_on_card(pair.prefill, source)
+        put_on_card(pair.decode, card)
+        for length in LENGTHS:
+            answer = await pair.generate(make_request(range(length), max_tokens=9, ignore_eos=True))
+            assert transport_of(answer) == worker_pb2.KV_TRANSPORT_CUDA_IPC
+    assert card.num_mapped == 1
+
+
+async def test_card_that_is_readable_but_cannot_be_mapped_sends_by_the_ring_next() -> None:
+    source = Card("card-0")
+    async with running_pair(transports=EVERY) as pair:
+        put_on_card(pair.prefill, source)
+        put_on_card(pair.decode, Card("card-1", readable=(source,)))
+        source.stores.clear()  # the driver knows the card, and not the handle
+        with pytest.raises(KvrelayError):
+            await pair.generate(make_request(range(30), ignore_eos=True))
+        answer = await pair.generate(make_request(range(30), ignore_eos=True))
+    assert transport_of(answer) == worker_pb2.KV_TRANSPORT_SHM
+
+
 @pytest.mark.parametrize(
     ("apart", "transport"),
     [

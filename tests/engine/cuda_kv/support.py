@@ -61,9 +61,9 @@ class Card:
 class CardDriver:
     """An `IpcDriver` of one process on a card. Allocations begin 64 bytes before the tensors in them."""
 
-    device_uuid = "card-0"
-
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: Card, device_uuid: str = "card-0", *, reads: tuple[str, ...] = ()) -> None:
+        self.device_uuid = device_uuid
+        self.readable_devices = (device_uuid, *reads)
         self.card = card
         self._own: list[Tensor] = []
         self._opened: dict[int, Tensor] = {}

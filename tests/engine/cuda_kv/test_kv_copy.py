@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -206,6 +207,30 @@ def test_map_peer_when_the_region_is_wrong_is_refused_and_leaves_nothing_mapped(
     with pytest.raises(error, match=reason):
         own.shared.map_peer(replace(peer.shared.region, **changes), num_blocks)
     assert card.num_open == 0
+
+
+def test_pages_on_another_card_that_ours_reads_are_mapped_and_copied() -> None:
+    card, peer, own = two_processes()
+    driver = CardDriver(card, "card-1", reads=("card-0",))
+    driver.own(own.storage)
+    shared = SharedDevicePages(own.storage, pages_in(own.storage, SHAPE), driver)
+    peers = peer.storage.clone()
+    shared.map_peer(peer.shared.region, peer.num_blocks).copy_blocks([4, 0], [BlockId(7), BlockId(1)])
+    assert wire_bytes(own.storage, SHAPE, [7, 1]) == wire_bytes(peers, SHAPE, [4, 0])
+
+
+@pytest.mark.parametrize(("settings", "is_named"), [("expandable_segments:True", True), ("", False)])
+def test_pages_that_expandable_segments_keep_from_being_shared_are_told_so(
+    settings: str, is_named: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_device: torch.device) -> None:
+        raise OSError("cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE")
+
+    monkeypatch.setattr("engine.device.driver.CudaDriver", refuse)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    storage = cast(torch.Tensor, SimpleNamespace(device=torch.device("cuda", 0)))
+    assert share_pages(storage, cast(Any, None)) is None
+    assert ("leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF" in caplog.text) is is_named
 
 
 def test_share_pages_when_they_are_in_host_memory_shares_nothing() -> None:
