@@ -1,5 +1,7 @@
 """Top-k and top-p by bisection: the tokens kept are those of the reference, and the race chooses the sampler's."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -26,7 +28,9 @@ def _kept(logits: Tensor, kept: tuple[Tensor, Tensor]) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in is_kept & logits.isfinite()]
 
 
-def _both(logits: Tensor, params: list[tuple[float, int, float]], device: torch.device) -> tuple[list, list]:
+def _both(
+    logits: Tensor, params: list[tuple[float, int, float]], device: torch.device
+) -> tuple[list[list[int]], list[list[int]]]:
     temperature, top_k, top_p = (torch.tensor(each, dtype=torch.float64) for each in zip(*params, strict=True))
     inputs = (logits, first_best(logits), temperature, top_k, top_p)
     found = kernels.cut(*(each.to(device) for each in inputs))
@@ -74,7 +78,7 @@ def test_cut_of_several_parts_keeps_the_tokens_of_the_reference(vocab_size: int,
 
 
 def test_rows_with_top_k_and_top_p_get_the_sampler_s_tokens(device: torch.device) -> None:
-    sampling = [
+    sampling: list[dict[str, Any]] = [
         {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
         {"top_p": 0.9},
         {"top_k": 1},
@@ -92,7 +96,8 @@ def test_rows_with_top_k_and_top_p_get_the_sampler_s_tokens(device: torch.device
     words = columns.upload(torch.device("cpu"))
     best_ids = first_best(logits)
     assert planned.choose(logits, best_ids, words).tolist() == expected
-    shared = [each.to(device) for each in (logits, best_ids, planned.temperature.of(words))]
-    kept = kernels.cut(*shared, planned.top_k.of(words).to(device), planned.top_p.of(words).to(device))
-    rest = [each.of(words).to(device) for each in (planned.min_p, planned.keys)]
-    assert race_kernels.race(*shared, *rest, kept).tolist() == expected
+    shared: list[Any] = [each.to(device) for each in (logits, best_ids, planned.temperature.of(words))]
+    limits, rest = (planned.top_k, planned.top_p), (planned.min_p, planned.keys)
+    kept = kernels.cut(*shared, *(each.of(words).to(device) for each in limits))
+    arguments: list[Any] = [*shared, *(each.of(words).to(device) for each in rest), kept]
+    assert race_kernels.race(*arguments).tolist() == expected

@@ -29,7 +29,9 @@ def _all_of(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _race_on(device: torch.device, *inputs: Tensor) -> list[int]:
-    return kernels.race(*_on(device, *inputs), tuple(_on(device, *_all_of(inputs[0])))).tolist()
+    arguments: list[Any] = [*_on(device, *inputs), _on(device, *_all_of(inputs[0]))]
+    token_ids: list[int] = kernels.race(*arguments).tolist()
+    return token_ids
 
 
 def _on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
