@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.triton_kernels.ptx import unguarded_refills
+
 _SHARED_BYTES = 227 * 1024
 """Maximum of a program on compute capability 9.0."""
 _REGISTERS = 65536
@@ -67,6 +69,23 @@ def test_kernels_of_every_shape_fit_into_shared_memory(usages: list[dict[str, An
 def test_attention_kernels_use_tensor_cores_and_asynchronous_copies(usages: list[dict[str, Any]]) -> None:
     attention = [usage for usage in usages if re.search("(decode|prefill|chunk)_kernel", usage["kernel"])]
     assert [usage for usage in attention if not (usage["has_tensor_cores"] and usage["has_async_copies"])] == []
+
+
+def test_copies_wait_until_no_warp_group_reads_what_they_overwrite(usages: list[dict[str, Any]]) -> None:
+    assert [usage for usage in usages if usage["num_warps"] > 4 and usage["unguarded_refills"]] == []
+
+
+@pytest.mark.parametrize(
+    ("instructions", "expected"),
+    [
+        ("wgmma.wait_group.sync.aligned 0; | cp.async.cg.shared.global [%r1];", 1),
+        ("wgmma.wait_group.sync.aligned 0; | bar.sync 0; | cp.async.cg.shared.global [%r1];", 0),
+        ("st.shared.v4.b32 [%r1]; | wgmma.wait_group.sync.aligned 0; | cp.async.ca.shared.global [%r1];", 0),
+        ("st.shared.b32 [%r1]; | $L__BB0_2: | wgmma.wait_group.sync.aligned 0; | @%p1 cp.async.ca.shared [%r1];", 1),
+    ],
+)
+def test_unguarded_refills_are_found_in_ptx(instructions: str, expected: int) -> None:
+    assert unguarded_refills("\n\t".join(instructions.split(" | "))) == expected
 
 
 def test_move_blocks_loads_and_stores_16_bytes_at_once(usages: list[dict[str, Any]]) -> None:
