@@ -193,18 +193,11 @@ def measure_kv_bytes(model: LoadedModel, bounds: StepBounds, share: MemoryShare)
 
 def _run_largest_step(model: LoadedModel, ops: DeviceOps, bounds: StepBounds) -> None:
     """Run a step with the maximum of tokens and samples, in the most expensive way, on one page."""
-    span_tokens = [model.info.max_model_len] * (bounds.max_step_tokens // model.info.max_model_len)
-    span_tokens.append(bounds.max_step_tokens % model.info.max_model_len)
-    metadata = AttentionMetadata.from_spans(
-        [
-            SequenceSpan(
-                num_computed=0, num_new_tokens=num_tokens, block_table=[0] * -(-num_tokens // model.shape.block_size)
-            )
-            for num_tokens in span_tokens
-            if num_tokens
-        ],
-        block_size=model.shape.block_size,
+    block_size = model.shape.block_size
+    spans = largest_spans(
+        bounds.max_step_tokens, model.info.max_model_len, block_size=block_size, is_behind_prefix=model.uses_cudnn
     )
+    metadata = AttentionMetadata.from_spans(spans, block_size=block_size)
     step = DeviceStep.from_metadata(metadata, tile_tokens=ops.tile_tokens, device=model.device)
     token_ids = torch.zeros(bounds.max_step_tokens, dtype=torch.int64, device=model.device)
     hidden = model.decoder.forward(token_ids, ops.bind(step))
@@ -213,6 +206,25 @@ def _run_largest_step(model: LoadedModel, ops: DeviceOps, bounds: StepBounds) ->
         vocab_size=model.decoder.config.vocab_size, eos_token_ids=model.info.eos_token_ids, nucleus=Nucleus.SORT
     )
     sampler.choose(model.decoder.logits(hidden[: len(rows)]), rows)
+
+
+def largest_spans(
+    max_step_tokens: int, max_model_len: int, *, block_size: int, is_behind_prefix: bool
+) -> list[SequenceSpan]:
+    """Return the spans, all on page 0, of the step whose attention takes the most memory.
+
+    cuDNN's attention gathers keys and values of whole contexts, and has a mask of new tokens times context for spans
+    behind a prefix: with `is_behind_prefix` each ends at `max_model_len`, behind a page at least.
+    """
+    prefix = min(block_size, max_model_len - 1) if is_behind_prefix else 0
+    spans: list[SequenceSpan] = []
+    while max_step_tokens > 0:
+        num_new = min(max_step_tokens, max_model_len - prefix)
+        num_computed = max_model_len - num_new if is_behind_prefix else 0
+        table = [0] * -(-(num_computed + num_new) // block_size)
+        spans.append(SequenceSpan(num_computed=num_computed, num_new_tokens=num_new, block_table=table))
+        max_step_tokens -= num_new
+    return spans
 
 
 def _dearest_rows(num_rows: int) -> Seq[SamplingRow]:

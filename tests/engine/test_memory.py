@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from engine.cuda.loading import StepBounds, kv_bytes_left
+from engine.cuda.loading import StepBounds, kv_bytes_left, largest_spans
 from engine.device.devices import MeasuredMemory, device_for
 from engine.device.memory import (
     DeviceMemory,
@@ -120,3 +120,21 @@ def test_measure_runs_the_work_and_finds_memory() -> None:
 @pytest.mark.parametrize(("max_running", "expected"), [(1, 64), (64, 64), (300, 300)])
 def test_step_bounds_leave_room_for_all_samples_of_one_prompt(max_running: int, expected: int) -> None:
     assert StepBounds(max_step_tokens=10, max_running=max_running).max_seqs == expected
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "max_model_len", "is_behind_prefix", "expected"),
+    [
+        (2500, 1000, False, [(0, 1000), (0, 1000), (0, 500)]),
+        (2000, 1000, False, [(0, 1000), (0, 1000)]),
+        (100, 1000, True, [(900, 100)]),
+        (1100, 1000, True, [(16, 984), (884, 116)]),
+        (3, 1, True, [(0, 1)] * 3),
+    ],
+)
+def test_memory_is_measured_with_a_prefix_where_attention_needs_more_behind_one(
+    max_step_tokens: int, max_model_len: int, is_behind_prefix: bool, expected: list[tuple[int, int]]
+) -> None:
+    spans = largest_spans(max_step_tokens, max_model_len, block_size=16, is_behind_prefix=is_behind_prefix)
+    assert [(span.num_computed, span.num_new_tokens) for span in spans] == expected
+    assert all(16 * len(span.block_table) >= span.num_computed + span.num_new_tokens for span in spans)
