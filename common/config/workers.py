@@ -103,11 +103,12 @@ class ModelConfig(Section):
     """`cpu`, `cuda`. `auto`: a GPU where there is one."""
     quantization: Annotated[Literal["fp8", "int8", "int4"] | None, Need.GENERATION] = None
     """`int8`, `int4`: weights in 8 or 4 bits, rounded at load; faster than bfloat16 in every batch on a
-    CPU (`int4` is for CPUs alone). `fp8`: weights and activations in 8 bits, for GPUs of compute capability 9.0 (on a
-    CPU it only reproduces the results). [What they cost](../benchmarks/README.md)."""
+    CPU (`int4` is for CPUs alone). `fp8`: weights and activations in 8 bits, for GPUs of compute capability 9.0 or
+    10.x (on a CPU it only reproduces the results). [What they cost](../benchmarks/README.md)."""
     kv_dtype: Annotated[Literal["auto", "fp8", "int8", "int4"], Need.GENERATION] = "auto"
     """Format of keys and values. `auto`: the model's dtype. `int8` takes 52 % of bfloat16's memory and transfers on
-    CPUs, `int4` 28 %; `fp8` half, on GPUs of compute capability 9.0. [What they cost](../benchmarks/README.md)."""
+    CPUs, `int4` 28 %; `fp8` half, on GPUs of compute capability 9.0 or 10.x.
+    [What they cost](../benchmarks/README.md)."""
     kernels: Annotated[Literal["auto", "torch", "cudnn", "compile"], Need.WORKERS] = "auto"
     """On a CPU: `auto` compiles kernels for this processor once, where a C++ compiler is installed, and logs which path
     runs. `torch`: never. `cudnn`: as `auto`, and on a GPU cuDNN computes the attention of prompts, in pages of the

@@ -39,7 +39,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 _INT8_MAX = 127.0
 _FP8_ALIGNMENT = 16  # of both dimensions, in Hopper's matrix products
-_HOPPER = (9, 0)
+_FP8_CAPABILITIES = (9, 10)
+"""Major numbers: Hopper and the Blackwells of servers. The kernels need more shared memory than 12.x has."""
 
 # Bound of keys and values in standard deviations of the largest channel, estimated from the weights. e4m3 keeps its
 # precision down to 1/28672 of its maximum: too large a bound costs nothing, too small a bound saturates.
@@ -71,10 +72,12 @@ def check_quantization(method: str | None, config: DecoderConfig, *, device: tor
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise UnsupportedModel for a CUDA device without 8-bit floats."""
-    if torch.cuda.get_device_capability(device) < _HOPPER:
+    """Raise UnsupportedModel for a CUDA device on which the kernels for 8-bit floats do not run."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in _FP8_CAPABILITIES:
         raise UnsupportedModel(
-            f"fp8 needs a GPU of compute capability 9.0; {torch.cuda.get_device_name(device)} is older"
+            "fp8 needs a GPU of compute capability 9.0 or 10.x;"
+            f" {torch.cuda.get_device_name(device)} has {major}.{minor}"
         )
 
 

@@ -163,6 +163,7 @@ def test_check_quantization_on_a_cpu_names_what_it_refuses(
     [
         ((8, 0), {"method": "fp8"}, "compute capability 9.0"),
         ((8, 0), {"kv_dtype": "fp8"}, "compute capability 9.0"),
+        ((12, 0), {"method": "fp8"}, "compute capability 9.0 or 10.x; a card has 12.0"),
         ((9, 0), {"kv_dtype": "int8"}, "int8 on a GPU.*choose fp8 or auto"),
         ((9, 0), {"kv_dtype": "int4"}, "int4 on a GPU.*choose fp8 or auto"),
         ((9, 0), {"method": "fp8", "hidden_size": 40}, "multiples of 16"),
