@@ -21,7 +21,8 @@ _CUDA_REPEATS = 32
 """Operations of a run on a GPU: one alone takes no longer than its launch."""
 _LONG_S = 0.25
 """Longest product that is tried, as the smaller ones predict it."""
-_READ_BYTES_AT_START = 1 << 27
+_READ_BYTES_AT_START, _CUDA_READ_BYTES_AT_START = 1 << 27, 1 << 29
+"""Several times the last cache, which on a GPU has 50 MiB (Hopper) or 126 MiB (Blackwell)."""
 
 
 def model_shape(config: DecoderConfig) -> ModelShape:
@@ -61,11 +62,12 @@ def measure_floors(
 
     `dtype` is that of the model's products.
     """
+    read_bytes = _CUDA_READ_BYTES_AT_START if device.type == "cuda" else _READ_BYTES_AT_START
     return StepFloors(
         model=model_shape(config),
         weight_bytes=weight_bytes,
         kv_bytes_per_token=kv.bytes_per_token,
-        rates=RateMeter(dtype=dtype, device=device, read_bytes=_READ_BYTES_AT_START).measure(),
+        rates=RateMeter(dtype=dtype, device=device, read_bytes=read_bytes).measure(),
     )
 
 
