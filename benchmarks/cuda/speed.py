@@ -7,7 +7,8 @@ sampling, results on the host), nothing cached. Decode: requests enter as after 
 steps warm up, then 32 are timed together. Bound: bytes of weights and of KV that a step must read, at the measured
 rate of a large copy. Prefill: one prompt of 8192 tokens in one step, until its first token is on the host; median of 5.
 Bound: operations of its matrix products and causal attention, at the measured rate of a large matrix product (in fp8
-for fp8 weights, in bf16 for attention). A goal is a share of the bound.
+for fp8 weights, in bf16 for attention). A goal is a share of the bound, and set for models of 4 GiB and more: the steps
+of smaller ones are bound by the gaps between kernels.
 --sampling: the smallest and the largest batch again, with top-p 0.9, top-k 20 and penalties; their bound is the time
 of the greedy step. A sequence that skips steps takes as long as the steps between its tokens.
 """
@@ -32,6 +33,7 @@ _SAMPLINGS = {
     "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2),
 }
 _GIB = 1 << 30
+_LEAST_GOAL_BYTES = 4 * _GIB
 _RESERVE_BYTES = 10 * _GIB
 """Memory left for activations of an 8k prefill, graphs, libraries' workspaces and other processes."""
 
@@ -77,6 +79,10 @@ class Bench:
     sizes: Sizes
     part: Part
 
+    def goal(self, goal: float) -> float | None:
+        """Return the goal of a case; None for a model without goals."""
+        return goal if self.arm.weight_bytes >= _LEAST_GOAL_BYTES else None
+
 
 def measure(part: Part, arm: Arm, *, samples: bool = False) -> None:
     """Measure one model in one format; with `samples`, ways of sampling, too."""
@@ -105,7 +111,7 @@ def measure(part: Part, arm: Arm, *, samples: bool = False) -> None:
             with part.case(case):
                 note = "" if context == wanted else f"a context of {wanted} does not fit into this card"
                 greedy_s[batch] = _measure_decode(
-                    bench, case, batch, context, goal=goal if context == wanted else None, note=note
+                    bench, case, batch, context, goal=bench.goal(goal) if context == wanted else None, note=note
                 )
     for batch, context, _goal in (decodes[0], decodes[-1]) if samples else ():
         for name, sampling in _SAMPLINGS.items():
@@ -183,7 +189,7 @@ def _measure_prefill(bench: Bench, case: str) -> None:
     bound_s = products / product_rate + arm.attention_flops(num_tokens) / bench.rates.bf16_flops
     flops = products + arm.attention_flops(num_tokens)
     note = f"{num_tokens / prefill_s:.0f} tokens/s, {flops / prefill_s / 1e12:.0f} TFLOP/s"
-    bench.part.add_time(case, prefill_s, bound_s, goal=bench.sizes.prefill_goal, note=note)
+    bench.part.add_time(case, prefill_s, bound_s, goal=bench.goal(bench.sizes.prefill_goal), note=note)
 
 
 def main(argv: list[str] | None = None) -> int:
