@@ -115,17 +115,20 @@ def _load_native(model_dir: Path, weights_format: str) -> Any:
 
     from engine.model.decoder import Decoder
     from engine.model.loader import load_weights, weight_files
+    from engine.ops.cpu.linear import DepthParts
     from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
     from engine.ops.select import choose_cpu_kernels, load_cpu_kernels
     from engine.weights.config import parse_config, read_json
     from engine.weights.quantize import quantize_weights
+    from engine.weights.ranks import num_segments
 
     config = parse_config(read_json(model_dir / "config.json"))
     dtype = torch.float32 if weights_format == "float32" else torch.bfloat16
     weights = load_weights(weight_files(model_dir), config, dtype=dtype, device=torch.device("cpu"))
     if weights_format in ("int8", "int4"):
         quantize_weights(weights, config, weights_format)  # type: ignore[arg-type] # of an arm
-    choice = choose_cpu_kernels(weights, load_cpu_kernels(dtype))
+    depth = DepthParts(num_segments=num_segments(config))
+    choice = choose_cpu_kernels(weights, load_cpu_kernels(dtype), depth)
     store = _make_store(config, dtype)
     ops = choice.bind(config, store)
     if isinstance(ops, CpuOps) and can_run(weights):

@@ -22,19 +22,21 @@ from engine.model.eagle_checkpoint import DraftedModel, mtp_bytes, read_eagle, r
 from engine.model.floors import measure_floors
 from engine.model.loader import load_weights
 from engine.ops.cpu.draw import compiled_draw
-from engine.ops.cpu.linear import packer
+from engine.ops.cpu.linear import DepthParts, packer
 from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
 from engine.ops.interface import StepOps
 from engine.ops.select import choose_cpu_kernels, load_cpu_kernels, load_draw_kernel, quantize_and_pack
 from engine.options import EngineOptions, ModelDescription
 from engine.pages.kv_cache import TorchKvStore, kv_shape, num_blocks_for_budget
 from engine.pages.window_pages import num_pages_beside
+from engine.ranks.leader import LeadingRank
 from engine.runner import KeptStates, ModelExecutor
 from engine.speculation.eagle import MAX_STATES, EagleDrafter
 from engine.speculation.heads import HeadsDrafter
 from engine.weights.config import DecoderConfig, TransformersConfig, UnsupportedModel
 from engine.weights.heads import DraftHeads
 from engine.weights.precision import dtype_name, resolve_device
+from engine.weights.ranks import num_segments
 
 __all__ = ["load_draft_heads", "load_draft_layer", "load_executor", "mtp_bytes"]
 
@@ -50,8 +52,16 @@ def load_executor(options: EngineOptions) -> Executor:
     may_have_window_pages = options.may_have_window_pages and resolve_device(options.device).type == "cpu"
     model = ModelDescription.read(options, may_have_window_pages=may_have_window_pages)
     _check_fixed_pages(model, options)
+    if options.tensor_parallel > 1 and (isinstance(model.config, TransformersConfig) or model.device.type != "cpu"):
+        raise UnsupportedModel(
+            "cannot start several ranks: our own engine has them on CPUs, for native architectures; set"
+            " model.engine: vllm",
+            key="pools.*.tensor_parallel",
+        )
     if isinstance(model.config, TransformersConfig):
         executor = _load_foreign(model, model.config, options)
+    elif model.device.type == "cpu" and options.tensor_parallel > 1:
+        executor = _load_ranks(model, model.config, options)
     elif model.device.type == "cuda":
         from engine.cuda.loading import load_cuda_executor
 
@@ -118,7 +128,7 @@ def _load_native(model: ModelDescription, config: DecoderConfig, options: Engine
         convert=convert,
     )
     weight_bytes = weights.num_bytes
-    choice = choose_cpu_kernels(weights, kernels)
+    choice = choose_cpu_kernels(weights, kernels, DepthParts(num_segments=num_segments(config)))
     store = _make_store(model, options)
     ops = choice.bind(config, store)
     draw_kernel = None if kernels is None else compiled_draw(kernels)
@@ -126,6 +136,26 @@ def _load_native(model: ModelDescription, config: DecoderConfig, options: Engine
     if isinstance(ops, CpuOps) and can_run(weights):
         return ModelExecutor(CpuDecoder(config, weights, ops.kernels), store, ops, model.info, floors, draw_kernel)
     return ModelExecutor[StepOps](Decoder(config, weights), store, ops, model.info, floors, draw_kernel)
+
+
+def _load_ranks(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:
+    """Return the executor of the first of several ranks, which have a part of the weights each."""
+    if options.quantization is not None or model.weight_format is not None:
+        raise UnsupportedModel("cannot cut quantized weights among ranks; choose plain ones", key="pools.*.tensor_parallel")
+    kernels = load_cpu_kernels(model.dtype) if options.kernels != "torch" else None
+    if kernels is None:
+        raise UnsupportedModel("cannot start several ranks: only compiled kernels can; install a C++ compiler")
+    first = LeadingRank(model, options, kernels)
+    store = _make_store(model, options)
+    floors = measure_floors(
+        first.part.config,
+        model.shape,
+        weight_bytes=first.part.weights.num_bytes,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    decoder, ops = first.bind(store)
+    return ModelExecutor(decoder, store, ops, model.info, floors, compiled_draw(kernels))
 
 
 def _load_foreign(model: ModelDescription, config: TransformersConfig, options: EngineOptions) -> Executor:

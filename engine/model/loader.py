@@ -5,7 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +31,7 @@ from engine.weights.layout import (
 )
 from engine.weights.quantize import refuse_unless_finite
 from engine.weights.random_weights import fill_weights
+from engine.weights.ranks import Cut, Rank
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -86,6 +87,14 @@ def load_weights(
     return _load(files, config, partial(allocate_weights, config, dtype=dtype, device=device), weight_format, convert)
 
 
+def load_rank_weights(
+    files: Sequence[Path], config: DecoderConfig, rank: Rank, *, dtype: torch.dtype, device: torch.device
+) -> DecoderWeights:
+    """Return a rank's part of plain weights; embedding and head are whole. Raises UnsupportedModel."""
+    allocate = partial(allocate_weights, rank.config(config), dtype=dtype, device=device)
+    return _load(files, config, allocate, None, None, rank)
+
+
 def load_stacked_weights(
     files: Sequence[Path],
     config: DecoderConfig,
@@ -107,19 +116,23 @@ def _load(
     allocate: Callable[..., DecoderWeights],
     weight_format: WeightFormat | None,
     convert: Convert | None,
+    rank: Rank | None = None,
 ) -> DecoderWeights:
+    mine, cuts = (config, {}) if rank is None else (rank.config(config), rank.cuts(config))
     if files[0].name == SEED_FILE:
         weights = allocate()
-        fill_weights(weights, _read_seed(files[0]), config)
+        fill_weights(weights, _read_seed(files[0]), mine, cuts)
         if convert is not None:
             weights.convert_projections(convert)
         return weights
     with open_checkpoint(files, config, weight_format) as checkpoint:
         modules = set(checkpoint.quantized)
+        if rank is not None and modules:
+            raise UnsupportedModel(f"cannot cut {min(modules)} among {rank.size} ranks: it is quantized")
         if convert is not None:
             modules |= _projection_modules(config)
         weights = allocate(without=modules)
-        _fill_plain(checkpoint, weights, config)
+        _fill_plain(checkpoint, weights, mine, cuts)
         if convert is not None:
             refuse_unless_finite("model.embed_tokens.weight", weights.embedding)
         _install(checkpoint, weights, config, modules, convert)
@@ -139,8 +152,13 @@ def _read_seed(path: Path) -> RandomModel:
         raise UnsupportedModel(str(error)) from error
 
 
-def _fill_plain(checkpoint: Checkpoint, weights: DecoderWeights, config: DecoderConfig) -> None:
-    """Copy all plain tensors, except for those of projections that have quantized parts, to their places."""
+def _fill_plain(
+    checkpoint: Checkpoint, weights: DecoderWeights, config: DecoderConfig, cuts: Mapping[str, Cut]
+) -> None:
+    """Copy all plain tensors, except for those of projections that have quantized parts, to their places.
+
+    `cuts`: what is taken of tensors, by their names; all of others.
+    """
     views = checkpoint_views(weights, config)
     pending = {name for name, view in views.items() if not view.is_meta}
     for name in checkpoint.plain:
@@ -154,7 +172,9 @@ def _fill_plain(checkpoint: Checkpoint, weights: DecoderWeights, config: Decoder
                 continue  # some quantizers give every projection a bias
             raise UnsupportedModel(f"the checkpoint's tensor {name} has no place in this architecture")
         if not view.is_meta:
-            view.copy_(_tensor(checkpoint, name, view.shape))
+            cut = cuts.get(name)
+            source = _tensor(checkpoint, name, view.shape if cut is None else cut.shape(view.shape))
+            view.copy_(source if cut is None else cut.of(source))
             pending.discard(name)
     if pending:
         names = sorted(pending)
@@ -219,7 +239,7 @@ def _install(
 
 
 # Increased with every change of a block's bytes, or of the arithmetic that fills them.
-_KV_LAYOUT_VERSION = 3
+_KV_LAYOUT_VERSION = 4
 _SAMPLE_BYTES = 4096
 _HEADER_LIMIT_BYTES = 100 << 20  # safetensors' own
 

@@ -10,6 +10,7 @@ from engine.ops.cpu.build import NotBuilt, build_kernels
 from engine.ops.cpu.draw import compiled_draw
 from engine.ops.cpu.library import DTYPES, CpuKernels
 from engine.ops.cpu.linear import (
+    DepthParts,
     OneDnnLinear,
     PackedLinear,
     can_pack,
@@ -56,13 +57,15 @@ class CpuChoice:
         return ops
 
 
-def choose_cpu_kernels(weights: DecoderWeights, kernels: CpuKernels | None) -> CpuChoice:
+def choose_cpu_kernels(
+    weights: DecoderWeights, kernels: CpuKernels | None, depth: DepthParts | None = None
+) -> CpuChoice:
     """Put the plain weights into the layout that is fastest on this CPU. Mutates `weights`.
 
-    `kernels` are those of `load_cpu_kernels`; None: torch computes.
+    `kernels` are those of `load_cpu_kernels`; None: torch computes. `depth`: see `pack_projections`.
     """
     dtype = weights.embedding.dtype
-    return CpuChoice(kernels=kernels, linears=_pack(weights, kernels), dtype=dtype)
+    return CpuChoice(kernels=kernels, linears=_pack(weights, kernels, depth), dtype=dtype)
 
 
 def quantize_and_pack(
@@ -110,14 +113,14 @@ def _open(library: Path, dtype: torch.dtype) -> CpuKernels | None:
         return None
 
 
-def _pack(weights: DecoderWeights, kernels: CpuKernels | None) -> str:
+def _pack(weights: DecoderWeights, kernels: CpuKernels | None, depth: DepthParts | None) -> str:
     """Replace all projections by the fastest kind available; returns its name."""
     is_grouped = any(isinstance(projection, GroupedLinear | PackedLinear) for projection in weights.projections())
     is_plain = not is_grouped and weights.embedding.dtype is torch.bfloat16
     if kernels is not None and can_pack_all(weights):
         has_tiles = kernels.has_tiles() and weights.embedding.dtype is torch.bfloat16
         if not (is_plain and cpu_has(_TILE_FLAG)) or has_tiles:  # else compiled without them
-            pack_projections(weights, kernels)
+            pack_projections(weights, kernels, depth)
             return "compiled, packed weights" + (", in tiles" if has_tiles else "")
     if can_pack(weights.embedding):
         widen_weights(weights, lambda linear, span: RoundedInputs(OneDnnLinear(linear), span))

@@ -13,6 +13,7 @@ in which one instruction of a CPU multiplies sixteen times four codes, without m
 cached, copied and evicted, with their block, by code that sees nothing but bytes.
 """
 
+import mmap
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -151,8 +152,18 @@ class TorchKvStore:
     processes of the host, in device memory by those on the same card.
     """
 
-    def __init__(self, shape: KvShape, num_blocks: int, *, device: torch.device, num_window_pages: int = 0) -> None:
-        """`num_window_pages`: only in host memory, for a shape with windowed layers."""
+    def __init__(
+        self,
+        shape: KvShape,
+        num_blocks: int,
+        *,
+        device: torch.device,
+        num_window_pages: int = 0,
+        memory: mmap.mmap | None = None,
+    ) -> None:
+        """`num_window_pages`: only in host memory, for a shape with windowed layers. `memory`: pages of another process
+        that this one has mapped, to write, too; None: of its own.
+        """
         self.shape = shape
         self.num_blocks = num_blocks
         self.num_window_pages = num_window_pages
@@ -166,9 +177,10 @@ class TorchKvStore:
         window_bytes = num_window_pages * shape.window_page_bytes
         self._bytes: HostPages | DevicePages
         if device.type == "cpu":
-            memory, self.shared_region = allocate_region(
-                kv_bytes + window_bytes, num_pieces=shape.num_parts, num_window_pieces=shape.num_windowed_parts
-            )
+            if memory is None:
+                memory, self.shared_region = allocate_region(
+                    kv_bytes + window_bytes, num_pieces=shape.num_parts, num_window_pieces=shape.num_windowed_parts
+                )
             self._bytes = HostPages(memoryview(memory), num_blocks, shape)
             storage = torch.frombuffer(memory, dtype=torch.uint8)
             self._pages = storage[:kv_bytes].view(sizes)

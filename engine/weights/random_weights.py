@@ -18,15 +18,29 @@ from common.random_models import CONFIGS, RandomModel
 from engine.weights.config import DecoderConfig
 from engine.weights.decoder_weights import DecoderWeights
 from engine.weights.layout import checkpoint_views, complete_norms
+from engine.weights.ranks import Cut
 
 # Elements at a time: on a CPU they fit into its cache; on a GPU launches are few, with 84 MiB of scratch space.
 _CHUNK_CPU, _CHUNK_DEVICE = 1 << 16, 1 << 22
 _DEFAULT_STD = 0.02
 
 
-def fill_weights(weights: DecoderWeights, model: RandomModel, config: DecoderConfig) -> None:
-    """Overwrite weights with a random model's, the same float32 values on every machine, rounded to their dtype."""
-    fill_random(checkpoint_views(weights, config), seed=model.seed, std=initializer_range(CONFIGS[model.name]))
+def fill_weights(
+    weights: DecoderWeights, model: RandomModel, config: DecoderConfig, cuts: Mapping[str, Cut] | None = None
+) -> None:
+    """Overwrite weights with a random model's, the same float32 values on every machine, rounded to their dtype.
+
+    `cuts`: what the weights have of tensors, by their names; all of others.
+    """
+    std = initializer_range(CONFIGS[model.name])
+    for name, view in checkpoint_views(weights, config).items():
+        cut = None if cuts is None else cuts.get(name)
+        if cut is None:
+            fill_random({name: view}, seed=model.seed, std=std)
+            continue
+        whole = torch.empty(cut.shape(view.shape), dtype=view.dtype, device=view.device)
+        fill_random({name: whole}, seed=model.seed, std=std)
+        view.copy_(cut.of(whole))
     complete_norms(weights, config)
 
 

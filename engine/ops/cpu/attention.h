@@ -52,7 +52,7 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
     for (int64_t token = 0; token < step.num_tokens; token++) {
         T* row = qkv + token * step.row_size();
         const float *cos = layer.cos + token * half, *sin = layer.sin + token * half;
-        int64_t slot = step.slot_mapping[token] * step.num_kv_heads * dim;
+        int64_t slot = step.row_at(step.slot_mapping[token], 0);
         for (int64_t h = 0; h < num_rotated; h++) {
             T* head = row + h * dim;
             bool is_query = h < step.num_heads;
@@ -68,7 +68,7 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
         else std::memcpy(layer.values + slot, values, step.num_kv_heads * dim * sizeof(T));
         if (!step.mirror_start_loc) continue;
         for (int64_t i = step.mirror_start_loc[token]; i < step.mirror_start_loc[token + 1]; i++) {
-            int64_t mirror = step.mirror_slots[i] * step.num_kv_heads * dim;
+            int64_t mirror = step.row_at(step.mirror_slots[i], 0);
             if (layer.has_codes()) {
                 write_codes(step, layer, keys, values, step.mirror_slots[i]);
                 continue;

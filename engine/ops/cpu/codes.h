@@ -19,27 +19,34 @@ enum class PageFormat : int64_t { kPlain, kInt8, kInt4 };  // as `library.py` nu
 
 constexpr int64_t kScaleDims = 32;  // dimensions that int4 mixes and scales together
 
+// Key heads of pages, and the first of those that are read and written here.
+struct PageHeads {
+    int64_t count, first;
+};
+
 // Bytes of a layer's keys, or values, in pages of codes.
 struct CodeLayout {
     PageFormat format;
-    int64_t row_bytes, row_scales, num_kv_heads, block_size;
+    int64_t row_bytes, row_scales;
+    PageHeads heads;
+    int64_t block_size;
 
-    static CodeLayout of(PageFormat format, int64_t head_dim, int64_t num_kv_heads, int64_t block_size) {
-        if (format == PageFormat::kInt4) return {format, head_dim / 2, head_dim / kScaleDims, num_kv_heads, block_size};
-        return {format, head_dim, 1, num_kv_heads, block_size};
+    static CodeLayout of(PageFormat format, int64_t head_dim, PageHeads heads, int64_t block_size) {
+        if (format == PageFormat::kInt4) return {format, head_dim / 2, head_dim / kScaleDims, heads, block_size};
+        return {format, head_dim, 1, heads, block_size};
     }
     int64_t bias() const { return format == PageFormat::kInt4 ? 8 : 128; }  // stored codes are not negative
     int64_t group_bytes() const { return kLanes * row_bytes; }
     int64_t group_scales() const { return kLanes * row_scales * int64_t(sizeof(bf16)); }
-    int64_t page() const { return block_size / kLanes * num_kv_heads * (group_bytes() + group_scales()); }
+    int64_t page() const { return block_size / kLanes * heads.count * (group_bytes() + group_scales()); }
 
     // Offsets of the codes and the scales of a group of tokens, `offset` being one of them in its block.
     int64_t codes_at(int64_t block, int64_t offset, int64_t head) const {
-        return block * page() + (offset / kLanes * num_kv_heads + head) * group_bytes();
+        return block * page() + (offset / kLanes * heads.count + heads.first + head) * group_bytes();
     }
     int64_t scales_at(int64_t block, int64_t offset, int64_t head) const {
-        int64_t codes = block_size / kLanes * num_kv_heads * group_bytes();
-        return block * page() + codes + (offset / kLanes * num_kv_heads + head) * group_scales();
+        int64_t codes = block_size / kLanes * heads.count * group_bytes();
+        return block * page() + codes + (offset / kLanes * heads.count + heads.first + head) * group_scales();
     }
 };
 

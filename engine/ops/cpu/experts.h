@@ -52,6 +52,9 @@ void choose_experts(const Experts<T>& experts, float* logits, float* weights) {
     if (experts.has_shared) weights[count] = experts.has_shared_gate() ? logistic(logits[count]) : 1.0f;
 }
 
+// Rows at a time: each segment of the experts' depth has sums of its own.
+constexpr int64_t kExpertRows = 1024;
+
 // sums += weight * x
 inline void add_weighted(const float* x, float weight, float* sums, int64_t size) {
     int64_t i = 0;
@@ -59,23 +62,26 @@ inline void add_weighted(const float* x, float weight, float* sums, int64_t size
     if (i < size) store_some(sums + i, load_some(sums + i, size - i) + load_some(x + i, size - i) * weight, size - i);
 }
 
-// y [rows, size] of x [rows, size]; `gate_up` and `expanded` are scratch for all rows of an expert. All threads.
+// y [rows, size] of x [rows, size], of at most kExpertRows rows.
 template <typename T>
-void run_experts(const Experts<T>& experts, const T* x, T* y, int64_t rows, T* gate_up, T* expanded) {
+void run_expert_rows(const Experts<T>& experts, const T* x, T* y, int64_t rows, T* gate_up, T* expanded) {
     static thread_local std::vector<float> memory;  // logits, weights, then the sums and an expert's results
     static thread_local std::vector<T> gathered;
     static thread_local std::vector<int64_t> found;
     int64_t count = experts.num_experts, scored = experts.router.columns, size = experts.router.depth;
-    memory.resize(std::max<size_t>(memory.size(), rows * (scored + count + 2 * size)));
+    int64_t segments = experts.down[0].segments().count;
+    memory.resize(std::max<size_t>(memory.size(), rows * (scored + count + 2 * segments * size)));
     gathered.resize(std::max<size_t>(gathered.size(), rows * size));
     float *logits = memory.data(), *weights = logits + rows * scored;
-    float *sums = weights + rows * count, *results = sums + rows * size;
+    float *own = weights + rows * count, *results = own + segments * rows * size, *all = own;
+    Ranks* ranks = experts.down[0].ranks;
+    if (ranks) all = ranks->buffer(), own = all + ranks->rank * segments * rows * size;
     T* inputs = gathered.data();
     experts.router(x, logits, rows);
 #pragma omp parallel for schedule(static) if (rows >= kMinParallelRows)
     for (int64_t row = 0; row < rows; row++) {
         choose_experts(experts, logits + row * scored, weights + row * count);
-        std::fill_n(sums + row * size, size, 0.0f);
+        for (int64_t s = 0; s < segments; s++) std::fill_n(own + (s * rows + row) * size, size, 0.0f);
     }
     for (int64_t e = 0; e < count; e++) {
         found.clear();
@@ -94,16 +100,27 @@ void run_experts(const Experts<T>& experts, const T* x, T* y, int64_t rows, T* g
         if (experts.clamped_gate.limit > 0)
             gate_mul(experts.clamped_gate, gate_up, expanded, num_found, experts.down[e].depth);
         else gate_mul<Activation::kSilu>(gate_up, expanded, num_found, experts.down[e].depth);
-        experts.down[e](expanded, results, num_found);
+        if (experts.down[e].bias) experts.down[e](expanded, results, num_found);  // then the depth is one segment
+        else experts.down[e].apart(expanded, results, num_found);
 #pragma omp parallel for schedule(static) if (num_found >= kMinParallelRows)
         for (int64_t i = 0; i < num_found; i++) {
             float weight = experts.has_weighted_inputs ? 1.0f : weights[row_of[i] * count + e];
-            add_weighted(results + i * size, weight, sums + row_of[i] * size, size);
+            for (int64_t s = 0; s < segments; s++)
+                add_weighted(results + (s * num_found + i) * size, weight, own + (s * rows + row_of[i]) * size, size);
         }
     }
-#pragma omp parallel for schedule(static) if (rows >= kMinParallelRows)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < size; i++) y[row * size + i] = from_float<T>(sums[row * size + i]);
+    if (ranks) ranks->meet();
+    add_segments(all, ranks ? segments * ranks->size : segments, (const T*)nullptr, y, rows, size);
+}
+
+// y [rows, size] of x [rows, size]; `gate_up` and `expanded` are scratch for all rows of an expert. All threads.
+template <typename T>
+void run_experts(const Experts<T>& experts, const T* x, T* y, int64_t rows, T* gate_up, T* expanded) {
+    int64_t size = experts.router.depth, step = kExpertRows;
+    const Projection<T>& down = experts.down[0];
+    if (down.ranks) step = std::min(step, down.ranks->rows_together(down.segments().count * down.ranks->size * size));
+    for (int64_t row = 0; row < rows; row += step)
+        run_expert_rows(experts, x + row * size, y + row * size, std::min(step, rows - row), gate_up, expanded);
 }
 
 }  // namespace kvrelay

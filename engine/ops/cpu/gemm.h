@@ -69,12 +69,15 @@ inline Register add_product(Register sum, Register row, Register columns) {
 // kRows rows of A times one panel; sums [kRows][2] are added to. A's rows are readable up to the padded depth. The panel
 // comes from memory, or from the first cache.
 enum class From { kMemory, kCache };
-template <int kRows, From from, typename T>
+// Whether products are added one after the other to what the sums were before, or their own sum is.
+enum class Begin { kWithSums, kAnew };
+template <int kRows, From from, Begin begin, typename T>
 KVRELAY_ONCE void multiply_panel(const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2]) {
     constexpr int pack = Format<T>::kPack, lanes = num_lanes<Register>, width = kPanel / lanes;
     Register acc[kRows][width];
     for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < width; v++) acc[r][v] = load<Register>((const float*)sums[r] + v * lanes);
+        for (int v = 0; v < width; v++)
+            acc[r][v] = begin == Begin::kAnew ? Register{} : load<Register>((const float*)sums[r] + v * lanes);
     for (int64_t k = 0; k < steps; k++, a += pack, panel += pack * kPanel) {
         if constexpr (from == From::kMemory) {
             __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel);
@@ -96,7 +99,10 @@ KVRELAY_ONCE void multiply_panel(const T* a, int64_t a_stride, const T* panel, i
         }
     }
     for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < width; v++) store((float*)sums[r] + v * lanes, acc[r][v]);
+        for (int v = 0; v < width; v++) {
+            float* to = (float*)sums[r] + v * lanes;
+            store(to, begin == Begin::kAnew ? load<Register>(to) + acc[r][v] : acc[r][v]);
+        }
 }
 
 // Call use(count) with a count in 1 to `most` that is known only at run time, as a constant.
@@ -108,9 +114,9 @@ inline void with_count(int count, Use use) {
 }
 
 // The same for a row count known only at run time.
-template <From from = From::kMemory, typename T>
+template <From from = From::kMemory, Begin begin = Begin::kWithSums, typename T>
 inline void multiply_panel(int rows, const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2]) {
-    with_count<kMaxRows>(rows, [&](auto count) { multiply_panel<count, from>(a, a_stride, panel, steps, sums); });
+    with_count<kMaxRows>(rows, [&](auto count) { multiply_panel<count, from, begin>(a, a_stride, panel, steps, sums); });
 }
 
 // Rows per pass when `rows` are split evenly into passes of at most `most`.
@@ -150,6 +156,19 @@ inline void store_sums(const F32x16* sums, const T* bias, Y* y, int64_t columns,
     for (int half = 0; half < 2; half++) store_columns(sums[half], bias, y, columns, column + half * kLanes);
 }
 
+// A product's depth in equal segments, each of which is added up by itself, in float32; then the segments' sums are, from
+// first to last. So processes that have some segments each get the bits of one that has all (ranks.h).
+struct Segments {
+    int64_t count = 1;
+    bool are_apart = false;  // whether each segment's sums go to a y of their own, [count, rows, columns], without bias
+};
+
+// Add a segment's sums of some rows to those of the segments before, and let the sums begin anew.
+inline void add_sums(F32x16 (*sums)[2], int64_t rows, F32x16 (*totals)[2]) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++) totals[r][half] += sums[r][half], sums[r][half] = F32x16{};
+}
+
 // Where registers are few, panels are read many times: chunks of them, as float32, stay in the first cache. Where there
 // is no product of bfloat16 this also saves widening a number for each pass of rows. Sums are added up in the same order.
 constexpr bool kHasChunks = kRegisterBytes < 64;
@@ -169,10 +188,12 @@ inline const float* widen_panel(const bf16* panel, int64_t count, float* to) {
 
 // y [rows, columns] = x [rows, depth] * packed (+ bias), chunk by chunk.
 template <typename T, typename Y>
-void linear_in_chunks(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+void linear_in_chunks(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth,
+                      Segments segments) {
     constexpr bool is_float = std::is_same_v<T, float>;
     static thread_local std::vector<float> memory;  // of the rows as float32
     int64_t panels = (columns + kPanel - 1) / kPanel, size = panel_size<T>(depth), step = rows_per_pass(rows);
+    int64_t parts = segments.count, length = depth / parts;
     if (!is_float && int64_t(memory.size()) < rows * depth) memory.resize(rows * depth);
     float* wide = memory.data();
 #pragma omp parallel
@@ -188,31 +209,41 @@ void linear_in_chunks(const T* x, const T* packed, const T* bias, Y* y, int64_t 
         }
         static thread_local std::vector<float> chunk(is_float ? 0 : kChunkDepths * kPanel);
         static thread_local std::vector<F32x16> sums;
-        if (int64_t(sums.size()) < 2 * rows) sums.resize(2 * rows);
+        if (int64_t(sums.size()) < 4 * rows) sums.resize(4 * rows);
         auto sums_of = [&](int64_t row) { return (F32x16(*)[2])(sums.data() + 2 * row); };
+        auto totals_of = [&](int64_t row) { return sums_of(rows + row); };
+        auto store_all = [&](F32x16(*from)[2], const T* bias, Y* to, int64_t p) {
+            for (int64_t row = 0; row < rows; row++) store_sums(from[row], bias, to + row * columns, columns, p * kPanel);
+        };
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < panels; p++) {
-            std::fill(sums.begin(), sums.begin() + 2 * rows, F32x16{});
-            for (int64_t k = 0; k < depth; k += kChunkDepths) {
-                int64_t count = std::min(kChunkDepths, depth - k);
-                const float* panel = widen_panel(packed + p * size + k * kPanel, count, chunk.data());
-                for (int64_t row = 0; row < rows; row += step)
-                    multiply_panel<From::kCache>(
-                        int(std::min(step, rows - row)), from + row * depth + k, depth, panel, count, sums_of(row));
+            std::fill(sums.begin(), sums.begin() + 4 * rows, F32x16{});
+            for (int64_t k = 0, s = 0; s < parts; s++) {
+                for (int64_t end = (s + 1) * length; k < end;) {
+                    int64_t count = std::min(kChunkDepths, end - k);
+                    const float* panel = widen_panel(packed + p * size + k * kPanel, count, chunk.data());
+                    for (int64_t row = 0; row < rows; row += step)
+                        multiply_panel<From::kCache>(
+                            int(std::min(step, rows - row)), from + row * depth + k, depth, panel, count, sums_of(row));
+                    k += count;
+                }
+                if (segments.are_apart) store_all(sums_of(0), (const T*)nullptr, y + s * rows * columns, p);
+                if (parts > 1) add_sums(sums_of(0), rows, totals_of(0));
             }
-            for (int64_t row = 0; row < rows; row++)
-                store_sums(*sums_of(row), bias, y + row * columns, columns, p * kPanel);
+            if (!segments.are_apart) store_all(parts > 1 ? totals_of(0) : sums_of(0), bias, y, p);
         }
     }
 }
 
-// y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; bfloat16 has an even depth. Y is
-// T or wider. All threads.
+// y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; bfloat16 has an even depth, in
+// each segment, too. Y is T or wider. All threads.
 template <typename T, typename Y>
-void linear(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+void linear(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth,
+            Segments segments = {}) {
     if constexpr (kHasChunks)
-        if (rows > kMaxRows) return linear_in_chunks(x, packed, bias, y, rows, columns, depth);
-    int64_t panels = (columns + kPanel - 1) / kPanel, steps = num_steps<T>(depth), size = panel_size<T>(depth);
+        if (rows > kMaxRows) return linear_in_chunks(x, packed, bias, y, rows, columns, depth, segments);
+    int64_t panels = (columns + kPanel - 1) / kPanel, length = depth / segments.count, size = panel_size<T>(depth);
+    int64_t steps = num_steps<T>(length);
     int64_t step = rows_per_pass(rows);
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < panels; p++) {
@@ -220,8 +251,15 @@ void linear(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int6
         for (int64_t row = 0; row < rows; row += step) {
             int count = int(rows - row < step ? rows - row : step);
             F32x16 sums[kMaxRows][2] = {};
-            multiply_panel(count, x + row * depth, depth, packed + p * size, steps, sums);
-            for (int r = 0; r < count; r++)
+            for (int64_t s = 0; s < segments.count; s++) {
+                multiply_panel<From::kMemory, Begin::kAnew>(
+                    count, x + row * depth + s * length, depth, packed + p * size + s * length * kPanel, steps, sums);
+                for (int r = 0; segments.are_apart && r < count; r++) {
+                    store_sums(sums[r], (const T*)nullptr, y + (s * rows + row + r) * columns, columns, column);
+                    sums[r][0] = sums[r][1] = F32x16{};
+                }
+            }
+            for (int r = 0; !segments.are_apart && r < count; r++)
                 store_sums(sums[r], bias, y + (row + r) * columns, columns, column);
         }
     }

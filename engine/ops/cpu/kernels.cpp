@@ -27,6 +27,10 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     void kvrelay_wide_linear_##suffix(const Projection<T>* projection, const T* x, float* y, int64_t rows) {           \
         (*projection)(x, y, rows);                                                                                     \
     }                                                                                                                  \
+    void kvrelay_gather_columns_##suffix(                                                                              \
+        const Projection<T>* projection, Ranks* ranks, const T* x, float* y, int64_t rows, int64_t columns) {          \
+        gather_columns(*projection, *ranks, x, y, rows, columns);                                                      \
+    }                                                                                                                  \
     void kvrelay_rms_norm_##suffix(const T* x, const float* weight, T* to, int64_t rows, int64_t size, float eps) {    \
         rms_norm(x, weight, to, rows, size, eps);                                                                      \
     }                                                                                                                  \
@@ -71,6 +75,9 @@ void kvrelay_draw(const Draws* draws) { draw(*draws); }
 // OpenMP keeps this setting for each thread that starts parallel work.
 void kvrelay_use_threads(int64_t count) { omp_set_num_threads(int(count)); }
 bool kvrelay_has_tiles() { return has_tiles(); }
+void kvrelay_abort_ranks(Ranks* ranks) { ranks->shared->is_aborted.value = 1; }
+bool kvrelay_is_aborted(Ranks* ranks) { return ranks->shared->is_aborted.value; }
+int64_t kvrelay_shared_size(int64_t buffer_size) { return sizeof(SharedCounts) + 2 * buffer_size * sizeof(float); }
 int64_t kvrelay_num_threads() { return omp_get_max_threads(); }
 KVRELAY_KERNELS(float, float32)
 KVRELAY_KERNELS(bf16, bfloat16)

@@ -42,6 +42,7 @@ class Step(ctypes.Structure):
         ("activation", c_int64),
         ("scale", c_float),
         ("norm_eps", c_float),
+        *((name, c_int64) for name in ("num_page_heads", "first_page_head")),
     ]
 
 
@@ -113,6 +114,16 @@ class GroupedCodes(ctypes.Structure):
     ]
 
 
+class Ranks(ctypes.Structure):
+    """`Ranks` of ranks.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("rank", "size")),
+        ("shared", c_void_p),
+        *((name, c_int64) for name in ("buffer_size", "num_exchanges")),
+    ]
+
+
 class PackedWeight(ctypes.Structure):
     """`Projection` of projection.h: `packed` numbers, or `grouped` codes."""
 
@@ -120,6 +131,8 @@ class PackedWeight(ctypes.Structure):
         *((name, c_void_p) for name in ("packed", "bias")),
         *((name, c_int64) for name in ("columns", "depth")),
         ("grouped", GroupedCodes),
+        ("num_segments", c_int64),
+        ("ranks", POINTER(Ranks)),
     ]
 
 
@@ -200,12 +213,20 @@ class CpuKernels:
         self.has_tiles: Callable[[], bool] = declare("has_tiles", c_bool)
         """Whether products of bfloat16 inputs run in tile registers."""
         self.draw = declare("draw", None, POINTER(Draws))
+        self.shared_size: Callable[[int], int] = declare("shared_size", c_int64, count)
+        """Bytes that ranks share, by the floats of one of their buffers."""
+        self.abort_ranks = declare("abort_ranks", None, POINTER(Ranks))
+        """Lets every rank go on without the others, with wrong numbers. Any thread."""
+        self.is_aborted: Callable[[Any], bool] = declare("is_aborted", c_bool, POINTER(Ranks))
         self.codes_size = declare("codes_size", c_int64, count, count, count)
         self.pack_codes = declare("pack_codes", None, address, address, *(count,) * 4)
         self.packed_size = function("packed_size", c_int64, count, count)
         self.pack = function("pack", None, address, address, count, count)
         self.linear = function("linear", None, POINTER(PackedWeight), address, address, count)
         self.wide_linear = function("wide_linear", None, POINTER(PackedWeight), address, address, count)
+        self.gather_columns = function(
+            "gather_columns", None, POINTER(PackedWeight), POINTER(Ranks), address, address, count, count
+        )
         self.rms_norm = function("rms_norm", None, address, address, address, count, count, c_float)
         self.add_rms_norm = function("add_rms_norm", None, *(address,) * 4, count, count, c_float)
         self.gate_mul = function("gate_mul", None, count, address, address, count, count)

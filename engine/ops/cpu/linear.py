@@ -4,6 +4,8 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from engine.weights.config import DecoderConfig
 from engine.weights.decoder_weights import HEAD_FIELD, Convert, DecoderWeights, Linear, Projection
 from engine.weights.grouped import GroupedLinear, GroupedWeight
 from engine.weights.layout import all_projections
+from engine.weights.ranks import CUT_BY_INPUTS
 
 _HUGE_PAGE = 2 << 20
 _ALIGNMENT = 64
@@ -51,6 +54,16 @@ class Arena:
 def padded(count: int, dtype: torch.dtype) -> int:
     """Return the size of a piece in bytes."""
     return -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DepthParts:
+    """Segments of the depth of projections that add up what several ranks may have (`engine.weights.ranks`)."""
+
+    num_segments: int = 1
+    """Segments in this process."""
+    ranks: Any = None
+    """Address of the `Ranks` that have the others; None: there are none."""
 
 
 class PackedLinear:
@@ -124,19 +137,22 @@ def _largest_packed_bytes(columns: int, depth: int, kernels: CpuKernels) -> int:
     return padded(kernels.codes_size(columns, depth, 8), torch.uint8) + 2 * grid
 
 
-def pack_projections(weights: DecoderWeights, kernels: CpuKernels) -> None:
+def pack_projections(weights: DecoderWeights, kernels: CpuKernels, depth: DepthParts | None = None) -> None:
     """Replace every plain and grouped projection by a packed one. Mutates `weights`."""
-    weights.convert_projections(packer(weights.projections(), kernels))
+    weights.convert_projections(packer(weights.projections(), kernels, depth))
 
 
-def packer(projections: Iterable[Projection], kernels: CpuKernels) -> Convert:
-    """Return the conversion of these projections, plain or grouped, into packed ones in one arena."""
+def packer(projections: Iterable[Projection], kernels: CpuKernels, depth: DepthParts | None = None) -> Convert:
+    """Return the conversion of these projections, plain or grouped, into packed ones in one arena.
+
+    `depth`: that of plain projections whose inputs are cut among ranks; None: one segment.
+    """
     arena = Arena(sum(_packed_bytes(projection, kernels) for projection in projections))
 
     def pack(field: str, projection: Projection) -> Projection:
         match projection:
             case Linear():
-                return pack_plain(projection, kernels, arena)
+                return pack_plain(projection, kernels, arena, depth if field in CUT_BY_INPUTS else None)
             case GroupedLinear():
                 return pack_grouped(projection, kernels, arena, in_tiles=_is_for_tiles(field, kernels))
             case _:
@@ -145,13 +161,15 @@ def packer(projections: Iterable[Projection], kernels: CpuKernels) -> Convert:
     return pack
 
 
-def pack_plain(linear: Linear, kernels: CpuKernels, arena: Arena) -> PackedLinear:
+def pack_plain(linear: Linear, kernels: CpuKernels, arena: Arena, parts: DepthParts | None = None) -> PackedLinear:
     """Copy a weight [out_features, in_features] into the kernels' layout. in_features is even."""
     weight = linear.weight.contiguous()
     columns, depth = weight.shape
     packed = arena.allocate(kernels.packed_size(columns, depth), weight.dtype)
     kernels.pack(weight.data_ptr(), packed.data_ptr(), columns, depth)
     address = PackedWeight(packed=packed.data_ptr(), bias=_address(linear.bias), columns=columns, depth=depth)
+    if parts is not None:
+        address.num_segments, address.ranks = parts.num_segments, parts.ranks
     return PackedLinear(address, (packed, linear.bias), kernels)
 
 

@@ -51,8 +51,12 @@ class CpuOps:
 
     name = "compiled for this CPU"
 
-    def __init__(self, config: DecoderConfig, store: TorchKvStore, kernels: CpuKernels) -> None:
+    def __init__(
+        self, config: DecoderConfig, store: TorchKvStore, kernels: CpuKernels, *, first_page_head: int = 0
+    ) -> None:
+        """`first_page_head`: first of the pages' heads that the decoder, one of several ranks, has."""
         self._config = config
+        self._page_heads = store.shape.num_kv_heads, first_page_head
         self._store = store
         self.kernels = kernels
         self._ropes = layer_ropes(config, torch.device("cpu"))
@@ -73,10 +77,10 @@ class CpuOps:
     def plan(self, metadata: AttentionMetadata) -> "CpuStepOps":
         """Prepare a step; see `Ops`. Kernels read the sequences' own block tables."""
         self.kernels.use_threads(torch.get_num_threads())  # for the first step on this thread
-        planned = on_window_pages = _PlannedStep(metadata, self._config, self._ropes)
+        planned = on_window_pages = _PlannedStep(metadata, self._config, self._ropes, self._page_heads)
         if self._windowed:
             apart = metadata.on_window_pages(self._store.window_page_of)
-            on_window_pages = _PlannedStep(apart, self._config, self._ropes)
+            on_window_pages = _PlannedStep(apart, self._config, self._ropes, self._page_heads)
         by_layer = [on_window_pages if i in self._windowed else planned for i in range(self._config.num_layers)]
         recur = None
         if self._recurrence is not None:
@@ -87,7 +91,13 @@ class CpuOps:
 class _PlannedStep:
     """The kernels' view of a step, and the memory that it points to."""
 
-    def __init__(self, metadata: AttentionMetadata, config: DecoderConfig, ropes: Seq[RotaryEmbedding]) -> None:
+    def __init__(
+        self,
+        metadata: AttentionMetadata,
+        config: DecoderConfig,
+        ropes: Seq[RotaryEmbedding],
+        page_heads: tuple[int, int],
+    ) -> None:
         positions = torch.from_numpy(metadata.positions)
         made = {rope: (*rope.half_angles(positions), rope.query_factors(positions)) for rope in set(ropes)}
         self.rotations = [made[rope] for rope in ropes]
@@ -112,6 +122,8 @@ class _PlannedStep:
             activation=ACTIVATIONS[config.activation],
             scale=config.score_scale * math.log2(math.e),
             norm_eps=config.rms_norm_eps,
+            num_page_heads=page_heads[0],
+            first_page_head=page_heads[1],
         )
 
 

@@ -26,9 +26,14 @@ struct Step {
     Activation activation;            // of MLPs
     float scale;  // of scores, times log2(e): softmax is computed with powers of two
     float norm_eps;
+    PageHeads page_heads;
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t row_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+    // Offset in plain pages of a key head's row in a slot.
+    int64_t row_at(int64_t slot, int64_t head) const {
+        return (slot * page_heads.count + page_heads.first + head) * head_dim;
+    }
 };
 
 // `Window` of engine/window.py.
@@ -45,7 +50,7 @@ struct Window {
 
 template <typename T>
 struct Layer {
-    T* keys;  // [num_blocks, block_size, num_kv_heads, head_dim], in plain pages
+    T* keys;  // [num_blocks, block_size, page_heads.count, head_dim], in plain pages
     T* values;
     const float* q_norm;  // [head_dim] or null
     const float* k_norm;
@@ -57,7 +62,7 @@ struct Layer {
 
     bool has_codes() const { return format != PageFormat::kPlain; }
     CodeLayout codes(const Step& step) const {
-        return CodeLayout::of(format, step.head_dim, step.num_kv_heads, step.block_size);
+        return CodeLayout::of(format, step.head_dim, step.page_heads, step.block_size);
     }
     uint8_t* key_bytes() const { return reinterpret_cast<uint8_t*>(keys); }
     uint8_t* value_bytes() const { return reinterpret_cast<uint8_t*>(values); }
@@ -135,11 +140,11 @@ struct TileRows {
 
     void find(const Step& step, const Layer<T>& layer, const int32_t* table, int64_t head, int64_t first, int64_t begin,
               int64_t end) {
-        int64_t stride = step.num_kv_heads * step.head_dim, count = std::min(kTileKeys, end - first);
+        int64_t stride = step.page_heads.count * step.head_dim, count = std::min(kTileKeys, end - first);
         int64_t skipped = std::max<int64_t>(0, begin - first), at_first = first + skipped;
         int64_t block = at_first / step.block_size, offset = at_first % step.block_size;
         for (int64_t k = skipped; k < count; block++, offset = 0) {
-            int64_t at = (table[block] * step.block_size + offset) * stride + head * step.head_dim;
+            int64_t at = step.row_at(table[block] * step.block_size + offset, head);
             for (int64_t left = std::min(step.block_size - offset, count - k); left > 0; left--, k++, at += stride) {
                 keys[k] = layer.keys + at;
                 values[k] = layer.values + at;

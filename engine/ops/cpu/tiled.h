@@ -36,6 +36,7 @@ public:
     int64_t tile_rows() const { return tile_rows_; }
     int64_t tiles() const { return (rows_ + tile_rows_ - 1) / tile_rows_; }
     int64_t runs() const { return runs_; }
+    int64_t rows() const { return rows_; }
     int64_t rows_of(int64_t t) const { return std::min(tile_rows_, rows_ - t * tile_rows_); }
     bf16* tile(int64_t t, int64_t run) const { return memory_ + (t * runs_ + run) * tile_rows_ * kRunDepths; }
 
@@ -59,13 +60,17 @@ private:
 // Sums of one tile of rows with one panel, [kTiledRows][kPanel].
 typedef float TileSums[kTiledRows][kPanel];
 
-// Add to one tile's sums, or to two tiles', the products of the runs [run, end); run 0 begins anew. panel(run): a run's
-// weights.
+// Runs [begin, end), which are added to sums that begin anew with run `origin`.
+struct Runs {
+    int64_t begin, end, origin;
+};
+
+// Add to one tile's sums, or to two tiles', the products of some runs. panel(run): a run's weights.
 template <int kTiles, typename Panel>
-inline void add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, Panel panel, TileSums* sums) {
+inline void add_runs(const TiledRows& x, int64_t t, Runs runs, Panel panel, TileSums* sums) {
     constexpr int kStride = kPanel * sizeof(float), kPanelStride = 2 * kPanel * sizeof(bf16);
     int64_t row_bytes = kRunDepths * sizeof(bf16);
-    if (run == 0) {
+    if (runs.begin == runs.origin) {
         _tile_zero(0);
         _tile_zero(1);
         if (kTiles == 2) _tile_zero(2);
@@ -76,7 +81,7 @@ inline void add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, Pa
         if (kTiles == 2) _tile_loadd(2, sums[1][0], kStride);
         if (kTiles == 2) _tile_loadd(3, sums[1][0] + kLanes, kStride);
     }
-    for (; run < end; run++) {
+    for (int64_t run = runs.begin; run < runs.end; run++) {
         const bf16* weights = panel(run);
         _tile_loadd(4, x.tile(t, run), row_bytes);
         _tile_loadd(6, weights, kPanelStride);
@@ -97,9 +102,9 @@ inline void add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, Pa
 
 // Add the products of tile t, and of the next one if there is one. Returns whether there is.
 template <typename Panel>
-inline bool add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, Panel panel, TileSums* sums) {
+inline bool add_runs(const TiledRows& x, int64_t t, Runs runs, Panel panel, TileSums* sums) {
     bool is_pair = t + 1 < x.tiles();
-    is_pair ? add_runs<2>(x, t, run, end, panel, sums) : add_runs<1>(x, t, run, end, panel, sums);
+    is_pair ? add_runs<2>(x, t, runs, panel, sums) : add_runs<1>(x, t, runs, panel, sums);
     return is_pair;
 }
 
@@ -122,8 +127,8 @@ public:
     void prepare(const TiledRows&, int64_t) const {}
 
     // `add_runs` with panel p, the `idx`th of those that are multiplied with all rows before the next ones.
-    bool multiply(const TiledRows& x, int64_t t, int64_t run, int64_t end, int64_t p, int64_t, TileSums* sums) const {
-        return add_runs(x, t, run, end, PanelInMemory{packed_ + p * size_}, sums);
+    bool multiply(const TiledRows& x, int64_t t, Runs runs, int64_t p, int64_t, TileSums* sums) const {
+        return add_runs(x, t, runs, PanelInMemory{packed_ + p * size_}, sums);
     }
 
 private:
@@ -131,29 +136,50 @@ private:
     int64_t size_;
 };
 
-// The product's panels from `panel` to `end`, of copied rows. Y is bf16 or wider.
+// Add a segment's sums of tiles to those of the segments before.
+inline void add_tiles(int64_t tiles, const TileSums* sums, int64_t segment, TileSums* totals) {
+    for (int64_t i = 0; i < tiles; i++)
+        for (int r = 0; r < kTiledRows; r++)
+            for (int c = 0; c < kPanel; c += kLanes) {
+                F32x16 added = load<F32x16>(sums[i][r] + c);
+                store(totals[i][r] + c, (segment ? load<F32x16>(totals[i][r] + c) : F32x16{}) + added);
+            }
+}
+
+// The product's panels from `panel` to `end`, of copied rows. A segment has whole runs. Y is bf16 or wider.
 template <typename Panels, typename Y>
-void multiply_panels(
-    const TiledRows& x, const Panels& weight, const bf16* bias, Y* y, int64_t columns, int64_t panel, int64_t end) {
-    static thread_local std::vector<F32x16> scratch(kMostPanels * 2 * sizeof(TileSums) / sizeof(F32x16));
-    auto* sums = (TileSums(*)[2])scratch.data();
-    int64_t bytes = x.runs() * kRunSize * sizeof(bf16), blocks = (x.runs() + kMostRuns - 1) / kMostRuns;
+void multiply_panels(const TiledRows& x, const Panels& weight, const bf16* bias, Y* y, int64_t columns, int64_t panel,
+                     int64_t end, Segments segments) {
+    static thread_local std::vector<F32x16> scratch(2 * kMostPanels * 2 * sizeof(TileSums) / sizeof(F32x16));
+    auto *sums = (TileSums(*)[2])scratch.data(), *totals = sums + kMostPanels;
+    int64_t bytes = x.runs() * kRunSize * sizeof(bf16), length = x.runs() / segments.count;
+    int64_t blocks = (length + kMostRuns - 1) / kMostRuns;
+    auto store_tiles = [&](const TileSums* from, const bf16* added, int64_t t, int64_t tiles, Y* to, int64_t p) {
+        for (int64_t i = 0; i < tiles; i++)
+            for (int64_t r = 0, row = (t + i) * x.tile_rows(); r < x.rows_of(t + i); r++, row++) {
+                F32x16 both[2] = {load<F32x16>(from[i][r]), load<F32x16>(from[i][r] + kLanes)};
+                store_sums(both, added, to + row * columns, columns, p * kPanel);
+            }
+    };
     int64_t together = std::clamp(kGroupBytes / bytes, kLeastPanels, kMostPanels);
     asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
     for (; panel < end; panel += together)
         for (int64_t t = 0; t < x.tiles(); t += 2)
-            for (int64_t block = 0; block < blocks; block++) {
-                int64_t run = block * x.runs() / blocks, run_end = (block + 1) * x.runs() / blocks;
+            for (int64_t block = 0; block < segments.count * blocks; block++) {
+                int64_t segment = block / blocks, part = block % blocks, first = segment * length;
+                Runs runs{first + part * length / blocks, first + (part + 1) * length / blocks, first};
                 for (int64_t p = panel; p < std::min(panel + together, end); p++) {
-                    TileSums* to = sums[p - panel];
-                    bool is_pair = weight.multiply(x, t, run, run_end, p, p - panel, to);
-                    if (block + 1 < blocks) continue;
+                    TileSums *to = sums[p - panel], *total = totals[p - panel];
+                    int64_t tiles = 1 + weight.multiply(x, t, runs, p, p - panel, to);
+                    if (part + 1 < blocks) continue;
                     asm volatile("" ::: "memory");
-                    for (int i = 0; i <= is_pair; i++)
-                        for (int64_t r = 0, row = (t + i) * x.tile_rows(); r < x.rows_of(t + i); r++, row++) {
-                            F32x16 both[2] = {load<F32x16>(to[i][r]), load<F32x16>(to[i][r] + kLanes)};
-                            store_sums(both, bias, y + row * columns, columns, p * kPanel);
-                        }
+                    if (segments.are_apart) {
+                        store_tiles(to, nullptr, t, tiles, y + segment * x.rows() * columns, p);
+                        continue;
+                    }
+                    if (segments.count > 1) add_tiles(tiles, to, segment, total);
+                    if (segment + 1 == segments.count)
+                        store_tiles(segments.count > 1 ? total : to, bias, t, tiles, y, p);
                 }
             }
 }
@@ -189,13 +215,14 @@ void with_tiled_rows(const bf16* x, int64_t rows, int64_t depth, Prepare prepare
 
 // y [rows, columns] = x [rows, depth] * weight (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
 template <typename Panels, typename Y>
-void tiled_linear(
-    const bf16* x, const Panels& weight, const bf16* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+void tiled_linear(const bf16* x, const Panels& weight, const bf16* bias, Y* y, int64_t rows, int64_t columns,
+                  int64_t depth, Segments segments = {}) {
     auto prepare = [&](const TiledRows& tiled, int64_t t) { weight.prepare(tiled, t); };
     with_tiled_rows(x, rows, depth, prepare, [&](const TiledRows& tiled, int64_t thread, int64_t threads) {
         Tiles registers(int(tiled.tile_rows()), kLanes);
         int64_t panels = (columns + kPanel - 1) / kPanel;
-        multiply_panels(tiled, weight, bias, y, columns, thread * panels / threads, (thread + 1) * panels / threads);
+        int64_t begin = thread * panels / threads, end = (thread + 1) * panels / threads;
+        multiply_panels(tiled, weight, bias, y, columns, begin, end, segments);
     });
 }
 

@@ -147,17 +147,16 @@ public:
     void prepare(const TiledRows& x, int64_t t) const { round_tile(x, t, w_.input_span(kBlock * blocks_)); }
 
     // See `PlainPanels`.
-    bool multiply(
-        const TiledRows& x, int64_t t, int64_t run, int64_t end, int64_t p, int64_t idx, TileSums* sums) const {
+    bool multiply(const TiledRows& x, int64_t t, Runs runs, int64_t p, int64_t idx, TileSums* sums) const {
         static thread_local std::vector<F32x16> memory;
         size_t size = (idx + 1) * blocks_ * kRunSize * sizeof(bf16) / sizeof(F32x16);
         if (memory.size() < size) memory.resize(size);
         bf16* panel = (bf16*)memory.data() + idx * blocks_ * kRunSize;
         if (t == 0)
             for (int64_t half = 0; half < 2 && 2 * p + half < panels_; half++)
-                widen(2 * p + half, run, end, panel + half * 2 * kLanes);
+                widen(2 * p + half, runs.begin, runs.end, panel + half * 2 * kLanes);
         asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
-        return add_runs(x, t, run, end, PanelInMemory{panel}, sums);
+        return add_runs(x, t, runs, PanelInMemory{panel}, sums);
     }
 
 private:

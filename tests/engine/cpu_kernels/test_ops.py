@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.ops.cpu.library import CpuKernels
-from engine.ops.cpu.linear import Arena, PackedLinear, pack_plain
+from engine.ops.cpu.linear import Arena, DepthParts, PackedLinear, pack_plain, padded
 from engine.ops.cpu.ops import CpuOps
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.torch_ops import TorchOps, activate
@@ -128,3 +128,17 @@ def test_product_when_a_row_is_not_finite_leaves_the_others(kernels: CpuKernels,
     found = packed(x)
     assert found[1].isnan().all()
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+def test_product_of_segments_equals_the_sum_of_their_products(kernels: CpuKernels, num_tokens: int) -> None:
+    """Otherwise ranks, which have a part of the segments each, would not compute what one process does."""
+    linear = Linear(weight=make_linear(70, 384, kernels.dtype).weight, bias=None)
+    x = torch.randn(num_tokens, 384).to(kernels.dtype)
+    parts = []
+    for cut in (slice(0, 128), slice(128, 256), slice(256, 384)):
+        part = pack(Linear(weight=linear.weight[:, cut], bias=None), kernels)
+        parts.append(part.wide(x[:, cut].contiguous()))
+    arena = Arena(padded(kernels.packed_size(70, 384), kernels.dtype))
+    whole = pack_plain(linear, kernels, arena, DepthParts(num_segments=3))
+    assert torch.equal(whole.wide(x), parts[0] + parts[1] + parts[2])

@@ -1,0 +1,74 @@
+"""One rank's part of a decoder."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.model.loader import load_rank_weights
+from engine.ops.cpu.library import CpuKernels
+from engine.ops.cpu.linear import DepthParts, pack_projections
+from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_attend, can_run
+from engine.options import ModelDescription
+from engine.pages.kv_cache import TorchKvStore
+from engine.ranks.memory import RankMemory
+from engine.weights.config import DecoderConfig, UnsupportedModel
+from engine.weights.decoder_weights import DecoderWeights, Linear, plain
+from engine.weights.ranks import Rank, num_segments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What a rank computes with, before there are pages."""
+
+    rank: Rank
+    whole: DecoderConfig
+    config: DecoderConfig
+    """The rank's own part."""
+    weights: DecoderWeights
+    kernels: CpuKernels
+    memory: RankMemory
+
+    @classmethod
+    def load(cls, model: ModelDescription, rank: Rank, kernels: CpuKernels, memory: RankMemory) -> "RankPart":
+        """Read the rank's weights. Raises UnsupportedModel."""
+        whole = model.config
+        assert isinstance(whole, DecoderConfig), f"{whole} is no decoder of our own"
+        weights = load_rank_weights(model.files, whole, rank, dtype=model.dtype, device=model.device)
+        begin, end = (whole.vocab_size * idx // rank.size for idx in (rank.idx, rank.idx + 1))
+        weights.head = Linear(weight=plain(weights.head).weight[begin:end], bias=None)
+        depth = DepthParts(num_segments=num_segments(whole) // rank.size, ranks=ctypes.pointer(memory.struct))
+        pack_projections(weights, kernels, depth)
+        if not (can_attend(whole) and can_run(weights)):
+            raise UnsupportedModel(
+                f"cannot cut {model.info.name} among {rank.size} ranks: not all of its layers run on compiled kernels",
+                key="pools.*.tensor_parallel",
+            )
+        config = rank.config(whole)
+        return cls(rank=rank, whole=whole, config=config, weights=weights, kernels=kernels, memory=memory)
+
+    def ops(self, store: TorchKvStore) -> CpuOps:
+        """Return the operations on the pages that all ranks share, each of which has some of their heads."""
+        return CpuOps(self.config, store, self.kernels, first_page_head=self.rank.first_kv_head(self.whole))
+
+
+class RankDecoder(CpuDecoder):
+    """A rank's part of a decoder. All ranks call the same methods in the same order, and wait for each other inside."""
+
+    def __init__(self, part: RankPart) -> None:
+        super().__init__(part.config, part.weights, part.kernels)
+        self._part = part
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 [num_rows, vocab_size], on the first rank; nothing that is right on the others."""
+        part, num_rows, vocab_size = self._part, len(hidden), self._part.whole.vocab_size
+        logits = torch.empty((num_rows if part.rank.idx == 0 else 0, vocab_size), dtype=torch.float32)
+        self.kernels.gather_columns(
+            ctypes.byref(self._head.address),
+            ctypes.byref(part.memory.struct),
+            hidden.data_ptr(),
+            logits.data_ptr() if part.rank.idx == 0 else None,
+            *(num_rows, vocab_size),
+        )
+        return logits if part.config.logits_divisor == 1 else logits.div_(part.config.logits_divisor)

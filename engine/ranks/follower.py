@@ -1,0 +1,100 @@
+"""Process of a rank other than the first: it follows the first one's steps until its pipe ends.
+
+    python -m engine.ranks.follower PIPE MEMORY LEADER
+
+The arguments are descriptors of the pipe and of the memory that ranks share, and the id of the first rank's process.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from array import array
+from multiprocessing.connection import Connection
+
+import msgpack
+import torch
+
+from common.process import CannotStart
+from engine.ops.cpu.ops import CpuOps
+from engine.ops.select import load_cpu_kernels
+from engine.options import ModelDescription
+from engine.pages.kv_cache import TorchKvStore
+from engine.ranks.decoder import RankDecoder, RankPart
+from engine.ranks.memory import RankMemory, map_memory
+from engine.ranks.messages import FORWARD, LOGITS, PLAN, Start, read_plan
+from engine.weights.ranks import Rank
+
+
+def main(pipe_fd: int, memory_fd: int, leader_pid: int) -> None:
+    """Load the weights, map the pages, and compute."""
+    _end_with(leader_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the first rank gets, too
+    link, pipe = socket.socket(fileno=pipe_fd), Connection(os.dup(pipe_fd))
+    start = Start.read(pipe.recv_bytes())
+    torch.set_num_threads(start.num_threads)
+    try:
+        part, model = _load(start, memory_fd)
+    except CannotStart as error:
+        pipe.send_bytes(str(error).encode())
+        return
+    pipe.send_bytes(b"")
+    num_blocks, num_window_pages = msgpack.unpackb(pipe.recv_bytes())
+    _, (store_fd, *_), _, _ = socket.recv_fds(link, 1, 1)
+    store = TorchKvStore(
+        model.shape, num_blocks, device=model.device, num_window_pages=num_window_pages, memory=map_memory(store_fd)
+    )
+    with torch.inference_mode():
+        _follow(pipe, RankDecoder(part), part.ops(store), store)
+
+
+def _load(start: Start, memory_fd: int) -> tuple[RankPart, ModelDescription]:
+    options, rank = start.engine_options(), Rank(idx=start.idx, size=start.size)
+    model = ModelDescription.read(options, may_have_window_pages=options.may_have_window_pages)
+    kernels = load_cpu_kernels(model.dtype)
+    if kernels is None:
+        raise CannotStart("cannot be a rank: there are no compiled kernels")
+    memory = RankMemory(rank, kernels, map_memory(memory_fd), start.buffer_size)
+    return RankPart.load(model, rank, kernels, memory), model
+
+
+def _follow(pipe: Connection, decoder: RankDecoder, ops: CpuOps, store: TorchKvStore) -> None:
+    """Do what messages say, until there are no more."""
+    step, hidden = None, torch.empty(0)
+    while True:
+        try:
+            kind, *content = msgpack.unpackb(pipe.recv_bytes())
+        except EOFError:
+            return
+        match kind:
+            case _ if kind == PLAN:
+                spans, window_page_of = content
+                if window_page_of:
+                    store.window_page_of[:] = array("i", window_page_of)
+                step = ops.plan(read_plan(spans, block_size=store.shape.block_size))
+            case _ if kind == FORWARD:
+                assert step is not None, "a step is planned before its tokens come"
+                hidden = decoder.forward(torch.frombuffer(bytearray(content[0]), dtype=torch.int64), step)
+            case _ if kind == LOGITS:
+                num_rows, rows = content
+                decoder.logits(torch.frombuffer(bytearray(rows), dtype=hidden.dtype).view(num_rows, -1))
+
+
+def _end_with(pid: int) -> None:
+    """End this process as soon as another one is over, also while it waits inside a kernel."""
+    try:
+        other = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(0)
+
+    def wait() -> None:
+        select.select([other], [], [])
+        os._exit(0)
+
+    threading.Thread(target=wait, name="end with the first rank", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

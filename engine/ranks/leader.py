@@ -1,0 +1,202 @@
+"""The first rank: it has the engine, and the other ranks follow its steps.
+
+The pages are one store, in memory that all ranks have mapped: each reads and writes those heads of a page that it has.
+So pages are handed over, cached and copied as with one rank, by the first rank alone.
+"""
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from multiprocessing.connection import Connection
+
+import msgpack
+import torch
+from torch import Tensor
+
+from engine.ops.cpu.library import CpuKernels
+from engine.ops.cpu.ops import CpuOps, CpuStepOps
+from engine.ops.metadata import AttentionMetadata
+from engine.options import EngineOptions, ModelDescription
+from engine.pages.kv_cache import TorchKvStore
+from engine.ranks.decoder import RankDecoder, RankPart
+from engine.ranks.memory import RankMemory, allocate_memory, buffer_size
+from engine.ranks.messages import FORWARD, LOGITS, Start, pack_plan, sent_options
+from engine.weights.config import DecoderConfig, UnsupportedModel
+from engine.weights.ranks import Rank
+
+logger = logging.getLogger(__name__)
+
+_EXIT_LOST = 70  # sysexits.h: internal software error
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class RankLost(Exception):
+    """A rank has ended: the engine's results are wrong from now on."""
+
+
+def end_without(pid: int) -> None:
+    """End this process: it has lost a rank, and what it computes is wrong."""
+    logger.critical("rank process %d has ended; this worker ends, too", pid)
+    os._exit(_EXIT_LOST)
+
+
+class Followers:
+    """The processes of all ranks but the first."""
+
+    def __init__(self, options: EngineOptions, memory_fd: int, num_floats: int) -> None:
+        """Start them; they load their weights while the first rank does."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._sockets: list[socket.socket] = []
+        self._pipes: list[Connection] = []
+        for idx in range(1, options.tensor_parallel):
+            start = Start(
+                idx=idx,
+                size=options.tensor_parallel,
+                options=sent_options(options),
+                num_threads=torch.get_num_threads(),
+                buffer_size=num_floats,
+            )
+            ours, theirs = socket.socketpair()
+            with theirs:
+                fds = theirs.fileno(), memory_fd
+                command = [sys.executable, "-P", "-m", "engine.ranks.follower", *map(str, (*fds, os.getpid()))]
+                self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL))
+            self._sockets.append(ours)
+            self._pipes.append(Connection(os.dup(ours.fileno())))
+            self._pipes[-1].send_bytes(start.packed())
+        self._is_closed = threading.Event()
+
+    def await_loaded(self) -> None:
+        """Wait until every rank has its weights. Raises UnsupportedModel for one that cannot load them."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            try:
+                complaint = pipe.recv_bytes().decode()
+            except EOFError:
+                complaint = f"rank process {process.pid} has ended while it loaded its weights"
+            if complaint:
+                raise UnsupportedModel(complaint)
+
+    def share(self, store: TorchKvStore) -> None:
+        """Let every rank map the pages."""
+        assert store.shared_region is not None, "ranks share memory, so pages can be shared, too"
+        for pipe, each in zip(self._pipes, self._sockets, strict=True):
+            pipe.send_bytes(msgpack.packb((store.num_blocks, store.num_window_pages)))
+            socket.send_fds(each, [b"\0"], [store.shared_region.fd])
+
+    def watch(self, on_lost: Callable[[int], None]) -> None:
+        """Call `on_lost` with the process id, on a thread, when a rank ends by itself."""
+        fds = {os.pidfd_open(process.pid): process.pid for process in self._processes}
+
+        def watch() -> None:
+            ended, _, _ = select.select([*fds], [], [])
+            if not self._is_closed.is_set():
+                on_lost(fds[ended[0]])
+            for fd in fds:
+                os.close(fd)
+
+        threading.Thread(target=watch, name="ranks", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        """Send every rank a message. Raises RankLost."""
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(message)
+        except OSError as error:
+            raise RankLost("cannot go on: a rank process has ended") from error
+
+    def close(self) -> None:
+        """End the processes, which end when their pipe does."""
+        self._is_closed.set()
+        for pipe, each in zip(self._pipes, self._sockets, strict=True):
+            pipe.close()
+            each.close()
+        for process in self._processes:
+            try:
+                process.wait(_CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class LeadingOps(CpuOps):
+    """`CpuOps` whose steps the other ranks plan, too."""
+
+    def __init__(self, ops: CpuOps, followers: Followers) -> None:
+        self.__dict__.update(ops.__dict__)
+        self._followers = followers
+
+    def plan(self, metadata: AttentionMetadata) -> CpuStepOps:
+        """See `Ops`."""
+        self._followers.send(pack_plan(metadata, self._store.window_page_of if self._windowed else array("i")))
+        return super().plan(metadata)
+
+
+class LeadingDecoder(RankDecoder):
+    """The first rank's part of a decoder, whose calls the other ranks follow."""
+
+    def __init__(self, part: RankPart, followers: Followers) -> None:
+        super().__init__(part)
+        self._followers = followers
+        weakref.finalize(self, followers.close)
+
+    def forward_tapped(self, token_ids: Tensor, step: CpuStepOps, layers: Seq[int]) -> tuple[Tensor, list[Tensor]]:
+        """See `CpuDecoder`. Raises RankLost."""
+        self._followers.send(msgpack.packb((FORWARD, token_ids.numpy().tobytes())))
+        found = super().forward_tapped(token_ids, step, layers)
+        self._check()
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CpuDecoder`. Raises RankLost."""
+        hidden = hidden.contiguous()
+        rows = hidden.view(torch.uint8).numpy().tobytes()
+        self._followers.send(msgpack.packb((LOGITS, len(hidden), rows)))
+        logits = super().logits(hidden)
+        self._check()
+        return logits
+
+    def _check(self) -> None:
+        if self._part.memory.is_aborted:
+            raise RankLost("cannot go on: a rank process has ended")
+
+
+class LeadingRank:
+    """The first rank while the model is loaded."""
+
+    def __init__(self, model: ModelDescription, options: EngineOptions, kernels: CpuKernels) -> None:
+        """Start the other ranks, and load the weights of all. Raises UnsupportedModel."""
+        config, rank = model.config, Rank(idx=0, size=options.tensor_parallel)
+        assert isinstance(config, DecoderConfig), f"{config} is no decoder of our own"
+        rank.config(config)  # raises what can be refused before anything is started
+        num_floats = buffer_size(config)
+        memory, fd = allocate_memory(kernels, num_floats)
+        torch.set_num_threads(max(1, torch.get_num_threads() // rank.size))
+        self._followers = Followers(options, fd, num_floats)
+        try:
+            self.part = RankPart.load(model, rank, kernels, RankMemory(rank, kernels, memory, num_floats))
+            self._followers.await_loaded()
+        except BaseException:
+            self._followers.close()
+            raise
+
+    def bind(
+        self, store: TorchKvStore, on_lost: Callable[[int], None] = end_without
+    ) -> tuple[LeadingDecoder, LeadingOps]:
+        """Let all ranks compute on these pages. `on_lost`: called when a rank ends, with its process id."""
+        memory, followers = self.part.memory, self._followers
+
+        def lost(pid: int) -> None:
+            memory.abort()
+            on_lost(pid)
+
+        followers.share(store)
+        followers.watch(lost)
+        return LeadingDecoder(self.part, followers), LeadingOps(self.part.ops(store), followers)

@@ -1,0 +1,88 @@
+"""What the first rank says to the others: one msgpack value each, over a pipe of their own."""
+
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.options import EngineOptions
+
+PLAN, FORWARD, LOGITS = "plan", "forward", "logits"
+"""Kinds of steps' messages, in this order; a step may have several of logits, or none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a rank begins with."""
+
+    idx: int
+    size: int
+    options: dict[str, Any]
+    """Fields of `EngineOptions` that weights and pages depend on."""
+    num_threads: int
+    buffer_size: int
+    """Floats of one of the buffers that ranks share."""
+
+    def packed(self) -> bytes:
+        """Return the message."""
+        return bytes(msgpack.packb(asdict(self)))
+
+    @classmethod
+    def read(cls, message: bytes) -> "Start":
+        """Return what a message says."""
+        return cls(**msgpack.unpackb(message))
+
+    def engine_options(self) -> EngineOptions:
+        """Return the options, with the defaults of what a rank does not need."""
+        return EngineOptions(**{**self.options, "model_dir": Path(self.options["model_dir"])})
+
+
+def sent_options(options: EngineOptions) -> dict[str, Any]:
+    """Return `Start.options`."""
+    names = ("model_name", "dtype", "block_size", "max_model_len", "kv_dtype", "may_have_window_pages")
+    return {
+        "model_dir": str(options.model_dir),
+        "device": "cpu",
+        "tensor_parallel": options.tensor_parallel,
+        **{name: getattr(options, name) for name in names},
+    }
+
+
+def pack_plan(metadata: AttentionMetadata, window_page_of: "array[int]") -> bytes:
+    """Return the message of a step's batch. `window_page_of`: of the pages' store; empty where no layer needs it."""
+    size = metadata.block_size
+    spans = [
+        (
+            span.num_computed,
+            span.num_new_tokens,
+            _table(span.block_table, -(-span.context_len // size)),
+            [_table(mirror, len(mirror)) for mirror in span.mirrors],
+        )
+        for span in metadata.spans
+    ]
+    return bytes(msgpack.packb((PLAN, spans, window_page_of.tobytes())))
+
+
+def read_plan(spans: Seq[Any], *, block_size: int) -> AttentionMetadata:
+    """Return the batch that a message describes."""
+    return AttentionMetadata.from_spans(
+        [
+            SequenceSpan(
+                num_computed=num_computed,
+                num_new_tokens=num_new_tokens,
+                block_table=array("i", table),
+                mirrors=[array("i", mirror) for mirror in mirrors],
+            )
+            for num_computed, num_new_tokens, table, mirrors in spans
+        ],
+        block_size=block_size,
+    )
+
+
+def _table(table: Seq[int], length: int) -> bytes:
+    return np.asarray(table, dtype=np.int32)[:length].tobytes()

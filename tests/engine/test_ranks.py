@@ -1,0 +1,181 @@
+"""Several ranks: processes that have a part of a model each, against one process that has all of it."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.sampling import SamplingParams
+from engine.ops.cpu.build import NotBuilt, find_compiler
+from engine.ops.select import cpu_runs_kernels
+from engine.sequence import Sequence
+from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
+from engine.weights.ranks import num_segments, possible_ranks
+from tests.engine.driver import GREEDY, Driver, load, make_sequence
+from tests.engine.tiny_models import make_model, make_prompt
+
+SIZES = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 12, "head_dim": 32}
+BLOCK_SIZE, NUM_TOKENS = 16, 12
+_DEADLINE_S = 60
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    if isinstance(compiler := find_compiler(), NotBuilt):
+        pytest.skip(compiler.reason)
+    if not cpu_runs_kernels():
+        pytest.skip("this CPU's registers are too small for compiled kernels")
+
+
+def save(folder: Path, name: str, **sizes: Any) -> Path:
+    make_model(name, **SIZES | sizes).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), "llama", num_key_value_heads=4)
+
+
+def sequences() -> list[Sequence]:
+    """Return sequences that are decoded greedily and by chance, one with log-probabilities of its prompt."""
+    drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=64)
+    given = (GREEDY, drawn, replace(drawn, repetition_penalty=1.3), replace(GREEDY, num_prompt_logprobs=2))
+    return [
+        make_sequence(make_prompt(30 + 7 * i, seed=i), sampling=sampling, block_size=BLOCK_SIZE)
+        for i, sampling in enumerate(given)
+    ]
+
+
+def answer(folder: Path, num_ranks: int, **options: Any) -> tuple[list[list[int]], list[bytes]]:
+    """Return the answers to some prompts, in chunks and batches of several sizes, and the bytes of their pages."""
+    executor = load(folder, tensor_parallel=num_ranks, block_size=BLOCK_SIZE, **options)
+    asked = sequences()
+    answers = Driver(executor).generate(asked, num_tokens=NUM_TOKENS, chunk_size=20)
+    pages = [each.block_table[: each.num_computed // BLOCK_SIZE] for each in asked]
+    return answers, [bytes(executor.kv.read_blocks([*ids])) for ids in pages]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options", "num_ranks"),
+    [
+        ("llama", {"num_key_value_heads": 4}, {}, 2),
+        ("llama-tied", {"num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True}, {}, 3),
+        # a key head that two ranks have
+        ("qwen3", {"num_key_value_heads": 2}, {"dtype": "bfloat16"}, 4),
+        ("qwen2", {"num_key_value_heads": 4, "hidden_size": 384}, {"kv_dtype": "int8"}, 2),
+        (
+            "qwen3_moe-window",
+            {"num_key_value_heads": 6, "num_experts": 6, "moe_intermediate_size": 384},
+            {"dtype": "bfloat16"},
+            3,
+        ),
+        (
+            "qwen2_moe",
+            {"num_key_value_heads": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
+            {"kv_dtype": "int4"},
+            2,
+        ),
+        # layers with pages of their own
+        ("gemma3", {"num_key_value_heads": 4, "sliding_window": 24}, {"max_model_len": 128}, 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_every_number_of_ranks_gives_the_answers_and_the_pages_of_one(
+    tmp_path: Path, name: str, sizes: dict[str, Any], options: dict[str, Any], num_ranks: int
+) -> None:
+    save(tmp_path, name, **sizes)
+    assert answer(tmp_path, num_ranks, **options) == answer(tmp_path, 1, **options)
+
+
+def test_a_prompt_of_two_ranks_is_continued_by_one_and_resumed_by_four(llama: Path) -> None:
+    prompt = make_prompt(3 * BLOCK_SIZE, seed=3)
+    expected = make_sequence([*prompt, 1], block_size=BLOCK_SIZE)
+    one = load(llama, block_size=BLOCK_SIZE)
+    [answer] = Driver(one).generate([expected], num_tokens=2 * BLOCK_SIZE)
+    found: list[int] = []
+    known, pages, num_blocks = [*prompt, 1], b"", 0
+    for num_ranks in (2, 1, 4):
+        executor = load(llama, tensor_parallel=num_ranks, block_size=BLOCK_SIZE)
+        assert executor.kv.shape == one.kv.shape
+        driver, sequence = Driver(executor, seed=num_ranks), make_sequence(known, block_size=BLOCK_SIZE)
+        held = [driver.free.pop() for _ in range(num_blocks)]
+        if held:
+            executor.kv.write_blocks(held, memoryview(pages))
+        sequence.block_table.extend(held)
+        sequence.num_computed = num_blocks * BLOCK_SIZE
+        [found_here] = driver.generate([sequence], num_tokens=10)
+        found += found_here
+        known += found_here
+        num_blocks = sequence.num_computed // BLOCK_SIZE
+        pages = bytes(executor.kv.read_blocks([*sequence.block_table[:num_blocks]]))
+    assert found == answer[: len(found)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, [1, 2, 4, 12]),
+        ({"num_key_value_heads": 3}, [1, 3, 6, 12]),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}, [1, 3]),
+        ({"intermediate_size": 74}, [1]),
+    ],
+)
+def test_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(
+    tmp_path: Path, sizes: dict[str, int], expected: list[int]
+) -> None:
+    config = read_config(save(tmp_path, "llama", **{"num_key_value_heads": 4, **sizes}))
+    assert possible_ranks(config) == expected
+    assert num_segments(config) == expected[-1]
+    with pytest.raises(UnsupportedModel, match=f"among 5 ranks: .* allow {', '.join(map(str, expected))}"):
+        load(tmp_path, tensor_parallel=5)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    return parse_config(read_json(folder / "config.json"))
+
+
+def test_ranks_of_quantized_weights_or_without_kernels_are_refused(llama: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="quantized weights"):
+        load(llama, tensor_parallel=2, quantization="int8")
+    with pytest.raises(UnsupportedModel, match="only compiled kernels can"):
+        load(llama, tensor_parallel=2, kernels="torch")
+
+
+def test_ranks_end_when_their_engine_does(llama: Path) -> None:
+    executor = load(llama, tensor_parallel=2)
+    [rank] = psutil.Process().children()
+    del executor
+    assert not rank.is_running()
+
+
+_SERVE = """
+import sys
+from pathlib import Path
+from tests.engine.driver import Driver, load, make_sequence
+executor = load(Path(sys.argv[1]), tensor_parallel=3)
+while True:
+    Driver(executor).generate([make_sequence(range(1, 20))], num_tokens=30)
+    print("an answer", flush=True)
+"""
+
+
+@pytest.mark.parametrize("victim", ["first", "other"])
+def test_sigkill_of_a_rank_in_the_middle_of_a_step_ends_all_of_them(tmp_path: Path, victim: str) -> None:
+    command = [sys.executable, "-c", _SERVE, str(save(tmp_path, "llama", num_key_value_heads=3))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as served:
+        assert served.stdout is not None and served.stdout.readline() == b"an answer\n"
+        ranks = psutil.Process(served.pid).children()
+        assert len(ranks) == 2
+        before = set(os.listdir("/dev/shm"))
+        os.kill(served.pid if victim == "first" else ranks[0].pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(ranks, _DEADLINE_S)
+        assert served.wait(_DEADLINE_S) == (-signal.SIGKILL if victim == "first" else 70)
+    assert not alive
+    assert set(os.listdir("/dev/shm")) <= before
