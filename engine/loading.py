@@ -141,7 +141,9 @@ def _load_native(model: ModelDescription, config: DecoderConfig, options: Engine
 def _load_ranks(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:
     """Return the executor of the first of several ranks, which have a part of the weights each."""
     if options.quantization is not None or model.weight_format is not None:
-        raise UnsupportedModel("cannot cut quantized weights among ranks; choose plain ones", key="pools.*.tensor_parallel")
+        raise UnsupportedModel(
+            "cannot cut quantized weights among ranks; choose plain ones", key="pools.*.tensor_parallel"
+        )
     kernels = load_cpu_kernels(model.dtype) if options.kernels != "torch" else None
     if kernels is None:
         raise UnsupportedModel("cannot start several ranks: only compiled kernels can; install a C++ compiler")

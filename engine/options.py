@@ -59,7 +59,7 @@ class EngineOptions:
     may_have_window_pages: bool = True
     """Whether layers with a window may have pages of their own. They need the engine's bookkeeping."""
     tensor_parallel: int = 1
-    """Ranks of vLLM's process group."""
+    """Ranks: processes with a part of the weights each."""
 
     def num_pages(self, shape: KvShape, measure: Callable[[], int]) -> int:
         """Return the configured number of pages, else as many as fit into the configured bytes or those measured."""

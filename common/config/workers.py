@@ -139,7 +139,7 @@ class PoolConfig(Section):
     """Workers."""
     # The fingerprint does not name it: ranks share a region of pages whose bytes do not depend on it.
     tensor_parallel: Annotated[int, Field(ge=1, le=64), Need.POOL] = 1
-    """Ranks of one worker, each with a part of the weights and heads; only with `model.engine: vllm`. The pools may
+    """[Ranks](serving.md#ranks) of one worker, processes with a part of the weights and heads each. The pools may
     differ."""
     block_size: Annotated[int, Field(ge=1, le=512), Need.GENERATION] = 16
     """Tokens per KV block. Equal in both pools. With `model.engine: vllm` a multiple of 32, and 32 if left out."""

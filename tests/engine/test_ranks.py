@@ -11,7 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from common.ids import BlockId
 from common.sampling import SamplingParams
+from engine.executor import Executor
 from engine.ops.cpu.build import NotBuilt, find_compiler
 from engine.ops.select import cpu_runs_kernels
 from engine.sequence import Sequence
@@ -58,8 +60,13 @@ def answer(folder: Path, num_ranks: int, **options: Any) -> tuple[list[list[int]
     executor = load(folder, tensor_parallel=num_ranks, block_size=BLOCK_SIZE, **options)
     asked = sequences()
     answers = Driver(executor).generate(asked, num_tokens=NUM_TOKENS, chunk_size=20)
-    pages = [each.block_table[: each.num_computed // BLOCK_SIZE] for each in asked]
-    return answers, [bytes(executor.kv.read_blocks([*ids])) for ids in pages]
+    return answers, [pages_of(executor, each) for each in asked]
+
+
+def pages_of(executor: Executor, sequence: Sequence) -> bytes:
+    """Return the bytes of a sequence's full pages."""
+    full = sequence.block_table[: sequence.num_computed // BLOCK_SIZE]
+    return bytes(executor.kv.read_blocks([*map(BlockId, full)]))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_a_prompt_of_two_ranks_is_continued_by_one_and_resumed_by_four(llama: Pa
         found += found_here
         known += found_here
         num_blocks = sequence.num_computed // BLOCK_SIZE
-        pages = bytes(executor.kv.read_blocks([*sequence.block_table[:num_blocks]]))
+        pages = pages_of(executor, sequence)
     assert found == answer[: len(found)]
 
 
