@@ -115,10 +115,10 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
 
 def _gpus(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     pools = (config.pools.prefill, config.pools.decode)
-    num_dealt = sum(pool.count for pool in pools if not pool.num_gpus)
+    num_dealt = sum(pool.count * pool.tensor_parallel for pool in pools if not pool.num_gpus)
     if config.deals_gpus and config.launcher == "local" and 0 < host.num_gpus < num_dealt:
-        detail = f"{num_dealt} workers share {host.num_gpus}, and the memory of each"
-        return warning("GPUs", detail, "lower pools.*.count to one worker for each GPU")
+        detail = f"{num_dealt} workers or ranks share {host.num_gpus}, and the memory of each"
+        return warning("GPUs", detail, "lower pools.*.count or pools.*.tensor_parallel to one for each GPU")
     return ok("GPUs", f"{host.num_gpus}")
 
 

@@ -4,6 +4,8 @@ A worker is named after the pool that it was started for and keeps its name when
 names of the other pool, and a new worker takes the lowest unused number.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -99,7 +101,7 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
     if host is not None and host.gpus is not None:
         devices = _GpuDealer(host.gpus, shows_others=config.model.engine == "torch")
     specs = routers
-    unreserved: list[dict[str, str]] = []
+    unreserved: list[tuple[dict[str, str], int]] = []
     for role in POOLS:
         pool: PoolConfig = getattr(config.pools, role)
         for idx in range(pool.count):
@@ -108,7 +110,7 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
             if devices is not None and pool.num_gpus:
                 env["CUDA_VISIBLE_DEVICES"] = devices.take(pool.num_gpus, key=f"pools.{role}.num_gpus")
             elif config.deals_gpus:
-                unreserved.append(env)
+                unreserved.append((env, pool.tensor_parallel))
             specs.append(
                 ProcessSpec(
                     name=f"{role}-{idx}",
@@ -204,12 +206,20 @@ class _GpuDealer:
             self._used[idx] += share
         return self._visible([self._gpus[idx] for idx in fitting[:wanted]])
 
-    def deal(self, workers: Sequence[dict[str, str]]) -> None:
-        """Set in each worker's variables a device that no reservation has, in turn, and how many workers it has."""
+    def deal(self, workers: Sequence[tuple[dict[str, str], int]]) -> None:
+        """Set in each worker's variables devices that no reservation has, and how many workers these have.
+
+        `workers`: variables and ranks of each; a rank gets a device, in turn.
+        """
         free = [gpu for gpu, used in zip(self._gpus, self._used, strict=True) if not used]
-        for idx, env in enumerate(workers if free else ()):
-            env["CUDA_VISIBLE_DEVICES"] = self._visible([free[idx % len(free)]])
-            env[GPU_WORKERS_ENV] = str(len(range(idx % len(free), len(workers), len(free))))
+        if not free:
+            return
+        turn = itertools.cycle(free)
+        dealt = [list(dict.fromkeys(itertools.islice(turn, num_ranks))) for _env, num_ranks in workers]
+        num_workers = Counter(itertools.chain.from_iterable(dealt))
+        for (env, _num_ranks), own in zip(workers, dealt, strict=True):
+            env["CUDA_VISIBLE_DEVICES"] = self._visible(own)
+            env[GPU_WORKERS_ENV] = str(max(num_workers[gpu] for gpu in own))
 
     def _visible(self, own: Sequence[str]) -> str:
         """Return the value for CUDA_VISIBLE_DEVICES of a worker that computes on these.

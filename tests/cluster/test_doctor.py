@@ -110,7 +110,7 @@ def test_healthy_host_has_only_good_findings() -> None:
         ({}, {"installed": lambda _name: None}, "packages", Health.FAILURE, "make install"),
         ({}, {"installed": lambda _name: "0.0.1"}, "packages", Health.FAILURE, "make install"),
         ({"model": {"engine": "fake", "device": "cuda"}}, {}, "GPUs", Health.FAILURE, "install the driver"),
-        ({"model": {}}, {"num_gpus": 1}, "GPUs", Health.WARNING, "2 workers share 1"),
+        ({"model": {}}, {"num_gpus": 1}, "GPUs", Health.WARNING, "2 workers or ranks share 1"),
         ({"launcher": "ray"}, {"shared_memory_bytes": GIB // 8}, "Ray", Health.FAILURE, "--shm-size"),
         (RANDOM, {"compiler": None}, "compiled kernels", Health.WARNING, "install g++"),
         (ON_GPU, {"num_gpus": 2, "c_compiler": None}, "compiled kernels", Health.FAILURE, "no C compiler: Triton"),

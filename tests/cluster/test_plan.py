@@ -152,6 +152,19 @@ def test_workers_that_reserve_no_gpu_are_dealt_those_of_the_host_in_turn(
     assert largest_crowd(workers) == max(n or 0 for n in num_sharing)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "cards", "num_sharing"),
+    [("0 1 2", ["0,1", "2"], "1 1"), ("0 1", ["0,1", "0"], "2 2"), ("0", ["0"] * 2, "2 2")],
+)
+def test_worker_with_ranks_that_reserves_no_gpu_is_dealt_one_for_each(
+    gpus: str, cards: list[str], num_sharing: str
+) -> None:
+    config = make_config(prefill={"tensor_parallel": 2}, engine="vllm")
+    _, *workers = make_plan(config, make_host(gpus=gpus.split()))
+    assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in workers] == cards
+    assert [worker.env["KVRELAY_GPU_WORKERS"] for worker in workers] == num_sharing.split()
+
+
 @pytest.mark.parametrize("model", [{"device": "cpu"}, {"engine": "fake"}])
 def test_workers_that_compute_on_no_gpu_are_dealt_none(model: dict[str, str]) -> None:
     _, *workers = make_plan(ServingConfig.model_validate({"model": model}), make_host(gpus=["0", "1"]))
