@@ -75,7 +75,7 @@ def this_host() -> HostFacts:
         num_gpus=len(list_gpus()),
         compiler=find_compiler(),
         c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
-        has_python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
+        has_python_headers=has_python_headers(),
         installed=installed_package,
     )
 
@@ -83,6 +83,13 @@ def this_host() -> HostFacts:
 def find_compiler() -> str | None:
     """Return the C++ compiler that a worker on this host would use."""
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def has_python_headers() -> bool:
+    """Return whether there is a Python.h where Triton looks: on Debian not beside packages installed by hand."""
+    scheme = sysconfig.get_default_scheme()
+    folder = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    return Path(folder, "Python.h").is_file()
 
 
 def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterator[DoctorFinding]:

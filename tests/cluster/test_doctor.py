@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from cluster.doctor.finding import DoctorFinding, Health
-from cluster.doctor.host import HostFacts, check_host
+from cluster.doctor.host import HostFacts, check_host, has_python_headers
 from cluster.doctor.service import check_service
 from common.config import ServingConfig, parse_config
 from common.engines import VLLM_PACKAGES, installed_package
@@ -133,6 +133,17 @@ def test_sick_host_is_named_with_what_to_do(
 
     assert found.verdict is verdict
     assert text in f"{found.detail}; {found.advice}"
+
+
+def test_headers_of_debians_python_are_found_where_triton_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: "posix_local")
+    monkeypatch.setattr("sysconfig.get_path", lambda _name, scheme: str(tmp_path / scheme))
+    for scheme, is_there in (("posix_local", False), ("posix_prefix", True)):
+        (tmp_path / scheme).mkdir()
+        (tmp_path / scheme / "Python.h").touch()
+        assert has_python_headers() is is_there
 
 
 def _checkpoint(folder: Path) -> Path:
