@@ -123,8 +123,8 @@ class _RingReader(SealedReceiver):
     def copy(self, blocks: pb.SealedBlocks, pages: Seq[BlockId]) -> None:
         """See `SealedReceiver`."""
         places, size = blocks.block_ids, self._store.shape.block_bytes
-        if list(places) != list(range(places[0], places[0] + len(places))):
-            raise KvCorrupt("the blocks of a slot do not follow each other")
+        if not places or list(places) != list(range(places[0], places[0] + len(places))):
+            raise KvCorrupt("the blocks of a slot do not follow each other, or there are none")
         check_ids(places, (len(self._ring) - NONCE_BYTES) // size)
         with self._ring[places[0] * size : (places[0] + len(places)) * size] as data:
             self._store.write_blocks(pages, data)

@@ -208,7 +208,7 @@ async def test_transfers_that_wait_for_their_prefill_hold_no_slots(monkeypatch: 
     assert [puller.num_answered for puller in pullers] == [1] * NUM_PULLERS
 
 
-@pytest.mark.parametrize("places", [[1, 0], [7, 8], [4, 6]])
+@pytest.mark.parametrize("places", [[], [1, 0], [7, 8], [4, 6]])
 async def test_pull_of_places_that_no_slot_has_raises_kv_incomplete(places: list[int]) -> None:
     _memory, region = allocate_region(8 * 32)
     assert region is not None
