@@ -51,7 +51,6 @@ def test_kernels_of_every_shape_compile_for_hopper(usages: list[dict[str, Any]])
         "_move_blocks": 1,
         "_quantize_rows": 1,
         "_int8_linear": 2,
-        "_parts_kernel": 3,
         "_cut_kernel": 3,
         "_race_kernel": 3,
         "_finish_kernel": 3,
