@@ -46,7 +46,7 @@ from engine.sampling.cut import cut
 from engine.sampling.race import race
 from engine.weights.architectures import Activation
 from engine.weights.kernels import int8_linear, quantize_rows
-from tests.engine.triton_kernels.ptx import unguarded_refills
+from tests.engine.triton_kernels.refills import refills_without_barrier
 
 _NUM_TOKENS = 256
 
@@ -239,7 +239,7 @@ def _usage(kernel: Any) -> dict[str, Any]:
         "spilled_bytes": stack + local,
         "shared_bytes": kernel.metadata.shared,
         "has_tensor_cores": re.search(r"\b(wgmma|mma)\.", kernel.asm["ptx"]) is not None,
-        "unguarded_refills": unguarded_refills(kernel.asm["ptx"]),
+        "refills_without_barrier": refills_without_barrier(kernel.asm["ptx"]),
         "has_async_copies": "cp.async" in kernel.asm["ptx"],
         "has_16_byte_copies": "ld.global.v2.b64" in kernel.asm["ptx"] and "st.global.v2.b64" in kernel.asm["ptx"],
     }
