@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
 from common.ids import BlockId
 from common.sampling import SamplingParams
 from engine.executor import Executor
 from engine.ops.cpu.build import NotBuilt, find_compiler
 from engine.ops.select import cpu_runs_kernels
+from engine.runner import KeptStates
 from engine.sequence import Sequence
 from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
 from engine.weights.ranks import num_segments, possible_ranks
@@ -99,6 +102,20 @@ def test_every_number_of_ranks_gives_the_answers_and_the_pages_of_one(
 ) -> None:
     save(tmp_path, name, **sizes)
     assert answer(tmp_path, num_ranks, **options) == answer(tmp_path, 1, **options)
+
+
+def test_states_and_logits_for_drafts_are_those_of_one_process(llama: Path) -> None:
+    states, logits = [], []
+    for num_ranks in (1, 2):
+        executor = load(llama, tensor_parallel=num_ranks, dtype="bfloat16")
+        executor.kept_states = KeptStates(num_tokens=5, layers=(1, 2))
+        [result] = Driver(executor).step([(make_sequence(make_prompt(20)), 20)])
+        assert result.states is not None
+        states.append(result.states)
+        logits.append(executor.logits_of(torch.from_numpy(result.states[:, :192].copy())))
+    assert states[0].shape == (5, 2 * 192)
+    assert np.array_equal(*states)
+    assert torch.equal(*logits)
 
 
 def test_a_prompt_of_two_ranks_is_continued_by_one_and_resumed_by_four(llama: Path) -> None:

@@ -17,6 +17,7 @@ from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import EngineLoad, TokenOutput
 from engine.executor import Branch, ScheduledSequence
+from engine.ops.select import load_cpu_kernels
 from engine.request import EngineRequest
 from engine.runner import ModelExecutor
 from engine.sequence import Sequence as EngineSequence
@@ -88,16 +89,20 @@ def test_verified_rows_have_the_bits_of_steps_of_their_own(model_dir: Path, dtyp
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "num_prompt_tokens", "depth"),
-    [("auto", 20, 0), ("auto", 28, 2), ("auto", 32, 1), ("int8", 300, 3), ("int4", 300, 3)],
+    ("kv_dtype", "num_prompt_tokens", "depth", "num_ranks"),
+    [
+        *(("auto", 20, 0, 1), ("auto", 28, 2, 1), ("auto", 32, 1, 1), ("int8", 300, 3, 1), ("int4", 300, 3, 1)),
+        *(("auto", 28, 2, 3), ("int8", 300, 3, 3)),
+    ],
 )
 @torch.inference_mode()
 def test_rows_of_a_branch_have_the_bits_of_steps_of_their_own(
-    model_dir: Path, kv_dtype: str, num_prompt_tokens: int, depth: int
+    model_dir: Path, kv_dtype: str, num_prompt_tokens: int, depth: int, num_ranks: int
 ) -> None:
-    executor = load(model_dir, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=128, kv_dtype=kv_dtype)
-    if not executor.verifies_drafts:
+    if load_cpu_kernels(torch.bfloat16) is None:
         pytest.skip("no compiled kernels on this machine")
+    options = {"dtype": "bfloat16", "kv_dtype": kv_dtype, "tensor_parallel": num_ranks}
+    executor = load(model_dir, block_size=BLOCK_SIZE, num_blocks=128, **options)
     sampling = make_request([1], temperature=1.0, seed=3, num_logprobs=3, max_tokens=64).sampling
     driver, prompt = Driver(executor), [(i * 7919) % 1900 + 100 for i in range(num_prompt_tokens)]
     one, tree = (make_sequence(prompt, sampling=sampling, block_size=BLOCK_SIZE) for _ in range(2))
