@@ -31,7 +31,8 @@ from engine.weights.ranks import Rank
 def main(pipe_fd: int, memory_fd: int, leader_pid: int) -> None:
     """Load the weights, map the pages, and compute."""
     _end_with(leader_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the first rank gets, too
+    for each in (signal.SIGINT, signal.SIGTERM):  # of a whole group: the first rank decides when it ends
+        signal.signal(each, signal.SIG_IGN)
     link, pipe = socket.socket(fileno=pipe_fd), Connection(os.dup(pipe_fd))
     start = Start.read(pipe.recv_bytes())
     torch.set_num_threads(start.num_threads)

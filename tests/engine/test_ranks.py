@@ -114,8 +114,8 @@ def test_states_and_logits_for_drafts_are_those_of_one_process(llama: Path) -> N
         states.append(result.states)
         logits.append(executor.logits_of(torch.from_numpy(result.states[:, :192].copy())))
     assert states[0].shape == (5, 2 * 192)
-    assert np.array_equal(*states)
-    assert torch.equal(*logits)
+    assert np.array_equal(states[0], states[1])
+    assert torch.equal(logits[0], logits[1])
 
 
 def test_a_prompt_of_two_ranks_is_continued_by_one_and_resumed_by_four(llama: Path) -> None:
