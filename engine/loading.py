@@ -148,15 +148,19 @@ def _load_ranks(model: ModelDescription, config: DecoderConfig, options: EngineO
     if kernels is None:
         raise UnsupportedModel("cannot start several ranks: only compiled kernels can; install a C++ compiler")
     first = LeadingRank(model, options, kernels)
-    store = _make_store(model, options)
-    floors = measure_floors(
-        first.part.config,
-        model.shape,
-        weight_bytes=first.part.weights.num_bytes,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    decoder, ops = first.bind(store)
+    try:
+        store = _make_store(model, options)
+        floors = measure_floors(
+            first.part.config,
+            model.shape,
+            weight_bytes=first.part.weights.num_bytes,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        decoder, ops = first.bind(store)
+    except BaseException:
+        first.close()
+        raise
     return ModelExecutor(decoder, store, ops, model.info, floors, compiled_draw(kernels))
 
 

@@ -1,23 +1,21 @@
 """Process of a rank other than the first: it follows the first one's steps until its pipe ends.
 
-    python -m engine.ranks.follower PIPE MEMORY LEADER
+    python -m engine.ranks.follower PIPE MEMORY
 
-The arguments are descriptors of the pipe and of the memory that ranks share, and the id of the first rank's process.
+The arguments are descriptors of the pipe and of the memory that ranks share.
 """
 
 import os
-import select
 import signal
 import socket
 import sys
-import threading
 from array import array
 from multiprocessing.connection import Connection
 
 import msgpack
 import torch
 
-from common.process import CannotStart
+from common.process import CannotStart, die_with_parent
 from engine.ops.cpu.ops import CpuOps
 from engine.ops.select import load_cpu_kernels
 from engine.options import ModelDescription
@@ -28,9 +26,9 @@ from engine.ranks.messages import FORWARD, LOGITS, PLAN, Start, read_plan
 from engine.weights.ranks import Rank
 
 
-def main(pipe_fd: int, memory_fd: int, leader_pid: int) -> None:
+def main(pipe_fd: int, memory_fd: int) -> None:
     """Load the weights, map the pages, and compute."""
-    _end_with(leader_pid)
+    die_with_parent()
     for each in (signal.SIGINT, signal.SIGTERM):  # of a whole group: the first rank decides when it ends
         signal.signal(each, signal.SIG_IGN)
     link, pipe = socket.socket(fileno=pipe_fd), Connection(os.dup(pipe_fd))
@@ -81,20 +79,6 @@ def _follow(pipe: Connection, decoder: RankDecoder, ops: CpuOps, store: TorchKvS
             case _ if kind == LOGITS:
                 num_rows, rows = content
                 decoder.logits(torch.frombuffer(bytearray(rows), dtype=hidden.dtype).view(num_rows, -1))
-
-
-def _end_with(pid: int) -> None:
-    """End this process as soon as another one is over, also while it waits inside a kernel."""
-    try:
-        other = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os._exit(0)
-
-    def wait() -> None:
-        select.select([other], [], [])
-        os._exit(0)
-
-    threading.Thread(target=wait, name="end with the first rank", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ import weakref
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
 import msgpack
 import torch
 from torch import Tensor
 
+from common.process import PARENT_PID_ENV
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.ops import CpuOps, CpuStepOps
 from engine.ops.metadata import AttentionMetadata
@@ -53,26 +56,59 @@ class Followers:
 
     def __init__(self, options: EngineOptions, memory_fd: int, num_floats: int) -> None:
         """Start them; they load their weights while the first rank does."""
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         self._pipes: list[Connection] = []
-        for idx in range(1, options.tensor_parallel):
-            start = Start(
-                idx=idx,
-                size=options.tensor_parallel,
-                options=sent_options(options),
-                num_threads=torch.get_num_threads(),
-                buffer_size=num_floats,
-            )
-            ours, theirs = socket.socketpair()
-            with theirs:
-                fds = theirs.fileno(), memory_fd
-                command = [sys.executable, "-P", "-m", "engine.ranks.follower", *map(str, (*fds, os.getpid()))]
-                self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL))
-            self._sockets.append(ours)
-            self._pipes.append(Connection(os.dup(ours.fileno())))
-            self._pipes[-1].send_bytes(start.packed())
         self._is_closed = threading.Event()
+        self._lost: Future[int] = Future()
+        started: Future[list[subprocess.Popen[bytes]]] = Future()
+        with ExitStack() as given:
+            commands: list[list[str]] = []
+            for idx in range(1, options.tensor_parallel):
+                start = Start(
+                    idx=idx,
+                    size=options.tensor_parallel,
+                    options=sent_options(options),
+                    num_threads=torch.get_num_threads(),
+                    buffer_size=num_floats,
+                )
+                ours, theirs = socket.socketpair()
+                given.enter_context(theirs)
+                self._sockets.append(ours)
+                self._pipes.append(Connection(os.dup(ours.fileno())))
+                self._pipes[-1].send_bytes(start.packed())
+                commands.append(
+                    [sys.executable, "-P", "-m", "engine.ranks.follower", str(theirs.fileno()), str(memory_fd)]
+                )
+            threading.Thread(target=self._live, args=(commands, started), name="ranks", daemon=True).start()
+            self._processes = started.result()
+
+    def _live(self, commands: Seq[Seq[str]], started: "Future[list[subprocess.Popen[bytes]]]") -> None:
+        """Start the processes, and wait for one to end. The system kills them, stopped ones, too, with this thread."""
+        environment = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
+        processes = []
+        try:
+            for command in commands:
+                fds = [int(fd) for fd in command[-2:]]
+                # Whoever reads the worker's output waits for its end, not for that of its ranks.
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        pass_fds=fds,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        env=environment,
+                    )
+                )
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            started.set_exception(error)
+            return
+        pids = {os.pidfd_open(process.pid): process.pid for process in processes}
+        started.set_result(processes)
+        ended, _, _ = select.select([*pids], [], [])
+        if not self._is_closed.is_set():
+            self._lost.set_result(pids[ended[0]])
+        for fd in pids:
+            os.close(fd)
 
     def await_loaded(self) -> None:
         """Wait until every rank has its weights. Raises UnsupportedModel for one that cannot load them."""
@@ -92,17 +128,8 @@ class Followers:
             socket.send_fds(each, [b"\0"], [store.shared_region.fd])
 
     def watch(self, on_lost: Callable[[int], None]) -> None:
-        """Call `on_lost` with the process id, on a thread, when a rank ends by itself."""
-        fds = {os.pidfd_open(process.pid): process.pid for process in self._processes}
-
-        def watch() -> None:
-            ended, _, _ = select.select([*fds], [], [])
-            if not self._is_closed.is_set():
-                on_lost(fds[ended[0]])
-            for fd in fds:
-                os.close(fd)
-
-        threading.Thread(target=watch, name="ranks", daemon=True).start()
+        """Call `on_lost` with the process id, on any thread, when a rank ends by itself, or has done so."""
+        self._lost.add_done_callback(lambda lost: on_lost(lost.result()))
 
     def send(self, message: bytes) -> None:
         """Send every rank a message. Raises RankLost."""
@@ -184,8 +211,12 @@ class LeadingRank:
             self.part = RankPart.load(model, rank, kernels, RankMemory(rank, kernels, memory, num_floats))
             self._followers.await_loaded()
         except BaseException:
-            self._followers.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._followers.close()
 
     def bind(
         self, store: TorchKvStore, on_lost: Callable[[int], None] = end_without

@@ -190,7 +190,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("victim", ["first", "other"])
+@pytest.mark.parametrize("victim", ["first", "other", "first, while another is stopped"])
 def test_sigkill_of_a_rank_in_the_middle_of_a_step_ends_all_of_them(tmp_path: Path, victim: str) -> None:
     command = [sys.executable, "-c", _SERVE, str(save(tmp_path, "llama", num_key_value_heads=3))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as served:
@@ -198,8 +198,10 @@ def test_sigkill_of_a_rank_in_the_middle_of_a_step_ends_all_of_them(tmp_path: Pa
         ranks = psutil.Process(served.pid).children()
         assert len(ranks) == 2
         before = set(os.listdir("/dev/shm"))
-        os.kill(served.pid if victim == "first" else ranks[0].pid, signal.SIGKILL)
+        if victim == "first, while another is stopped":
+            os.kill(ranks[1].pid, signal.SIGSTOP)
+        os.kill(ranks[0].pid if victim == "other" else served.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(ranks, _DEADLINE_S)
-        assert served.wait(_DEADLINE_S) == (-signal.SIGKILL if victim == "first" else 70)
+        assert served.wait(_DEADLINE_S) == (70 if victim == "other" else -signal.SIGKILL)
     assert not alive
     assert set(os.listdir("/dev/shm")) <= before

@@ -27,6 +27,14 @@ struct Experts {
     // Whether a row of the router weighs the shared expert, whose weight is otherwise 1.
     bool has_shared_gate() const { return router.columns == num_experts; }
     ClampedGate clamped_gate;        // in place of silu
+
+    // Segments whose sums are kept apart: those of all experts, or one where experts differ, as some may have codes.
+    int64_t num_segments() const {
+        int64_t first = down[0].segments().count;
+        for (int64_t e = 1; e < num_experts; e++)
+            if (down[e].segments().count != first) return 1;
+        return first;
+    }
 };
 
 inline float logistic(float x) { return 1.0f / (1.0f + std::exp(-x)); }
@@ -69,7 +77,7 @@ void run_expert_rows(const Experts<T>& experts, const T* x, T* y, int64_t rows, 
     static thread_local std::vector<T> gathered;
     static thread_local std::vector<int64_t> found;
     int64_t count = experts.num_experts, scored = experts.router.columns, size = experts.router.depth;
-    int64_t segments = experts.down[0].segments().count;
+    int64_t segments = experts.num_segments();
     memory.resize(std::max<size_t>(memory.size(), rows * (scored + count + 2 * segments * size)));
     gathered.resize(std::max<size_t>(gathered.size(), rows * size));
     float *logits = memory.data(), *weights = logits + rows * scored;
@@ -100,8 +108,8 @@ void run_expert_rows(const Experts<T>& experts, const T* x, T* y, int64_t rows, 
         if (experts.clamped_gate.limit > 0)
             gate_mul(experts.clamped_gate, gate_up, expanded, num_found, experts.down[e].depth);
         else gate_mul<Activation::kSilu>(gate_up, expanded, num_found, experts.down[e].depth);
-        if (experts.down[e].bias) experts.down[e](expanded, results, num_found);  // then the depth is one segment
-        else experts.down[e].apart(expanded, results, num_found);
+        if (ranks || segments > 1) experts.down[e].apart(expanded, results, num_found);
+        else experts.down[e](expanded, results, num_found);  // with its bias, which only a depth in one piece has
 #pragma omp parallel for schedule(static) if (num_found >= kMinParallelRows)
         for (int64_t i = 0; i < num_found; i++) {
             float weight = experts.has_weighted_inputs ? 1.0f : weights[row_of[i] * count + e];
@@ -117,8 +125,8 @@ void run_expert_rows(const Experts<T>& experts, const T* x, T* y, int64_t rows, 
 template <typename T>
 void run_experts(const Experts<T>& experts, const T* x, T* y, int64_t rows, T* gate_up, T* expanded) {
     int64_t size = experts.router.depth, step = kExpertRows;
-    const Projection<T>& down = experts.down[0];
-    if (down.ranks) step = std::min(step, down.ranks->rows_together(down.segments().count * down.ranks->size * size));
+    Ranks* ranks = experts.down[0].ranks;
+    if (ranks) step = std::min(step, ranks->rows_together(experts.num_segments() * ranks->size * size));
     for (int64_t row = 0; row < rows; row += step)
         run_expert_rows(experts, x + row * size, y + row * size, std::min(step, rows - row), gate_up, expanded);
 }

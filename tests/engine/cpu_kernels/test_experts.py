@@ -9,14 +9,16 @@ import torch
 from common.random_models import CONFIGS
 from engine.model.floors import model_shape
 from engine.ops.cpu.library import CpuKernels
-from engine.ops.cpu.linear import pack_projections
+from engine.ops.cpu.linear import DepthParts, pack_projections
 from engine.ops.cpu.ops import CpuDecoder, CpuOps
 from engine.ops.metadata import AttentionMetadata
 from engine.weights.config import DecoderConfig, parse_config
-from engine.weights.decoder_weights import DecoderWeights
+from engine.weights.decoder_weights import DecoderWeights, Linear, Moe
+from engine.weights.grouped import GroupedLinear
 from engine.weights.layout import allocate_weights, checkpoint_views
-from engine.weights.quantize import QuantizationMethod, quantize_weights
+from engine.weights.quantize import QuantizationMethod, quantize_weights, quantizer
 from engine.weights.random_weights import fill_random
+from engine.weights.ranks import num_segments
 from tests.engine.cpu_kernels.pages import CPU, make_store, spans_for
 from tests.engine.driver import load
 from tests.engine.every_way import assert_answers_are_those_of_transformers
@@ -113,6 +115,30 @@ def test_a_token_gets_the_same_bits_alone_as_in_any_crowd(
         rows = slice(begin, begin := begin + span.num_new_tokens)
         assert torch.equal(hidden(i, i + 1, token_ids[rows]), crowd[rows])
     assert len(torch.unique(crowd, dim=0)) > len(spans)
+
+
+@pytest.mark.parametrize("plain", [{0}, {1, 2, 3}, set()])
+def test_experts_of_which_some_are_rounded_give_what_plain_ones_do(kernels: CpuKernels, plain: set[int]) -> None:
+    config = parse_config(_RAW | {"moe_intermediate_size": 128, "intermediate_size": 128, "num_experts": 6})
+    spans = spans_for([(0, 40)], 16)
+    token_ids = torch.arange(40)
+
+    def hidden(plain: set[int]) -> torch.Tensor:
+        weights = make_weights(kernels.dtype, config)
+        convert = quantizer(config, "int8", device=CPU)
+        for layer in weights.layers:
+            for number, expert in enumerate(layer.mlp.experts if isinstance(layer.mlp, Moe) else ()):
+                rounded = convert("down", expert.down)
+                assert isinstance(rounded, GroupedLinear)
+                whole = Linear(weight=rounded.weight.dequantize(kernels.dtype), bias=None)
+                expert.down = whole if number in plain else rounded
+        pack_projections(weights, kernels, DepthParts(num_segments=num_segments(config)))
+        ops = CpuOps(config, make_store(config, kernels.dtype), kernels)
+        step = ops.plan(AttentionMetadata.from_spans(spans, block_size=16))
+        return CpuDecoder(config, weights, kernels).forward(token_ids, step).float()
+
+    assert num_segments(config) > 1
+    torch.testing.assert_close(hidden(plain), hidden({*range(6)}), atol=0.1, rtol=0.05)
 
 
 @pytest.fixture(scope="module")
