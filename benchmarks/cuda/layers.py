@@ -60,7 +60,7 @@ class Layers:
 
     @property
     def decoder(self) -> Decoder:
-        """What computes them."""
+        """The decoder with these weights."""
         return Decoder(self.config, self.weights)
 
     def step_bytes(self, num_tokens: int) -> float:

@@ -20,7 +20,7 @@ from engine.weights.ranks import Rank, num_segments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
-    """What a rank computes with, before there are pages."""
+    """A rank's weights, kernels and shared memory; pages come later."""
 
     rank: Rank
     whole: DecoderConfig

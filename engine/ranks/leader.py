@@ -89,7 +89,7 @@ class Followers:
         try:
             for command in commands:
                 fds = [int(fd) for fd in command[-2:]]
-                # Whoever reads the worker's output waits for its end, not for that of its ranks.
+                # A rank that kept the worker's output open would hold up whoever reads it to its end.
                 processes.append(
                     subprocess.Popen(
                         command,

@@ -1,4 +1,4 @@
-"""What the first rank says to the others: one msgpack value each, over a pipe of their own."""
+"""Messages from the first rank to the others: one msgpack value each, over a pipe per rank."""
 
 from array import array
 from collections.abc import Sequence as Seq
@@ -18,7 +18,7 @@ PLAN, FORWARD, LOGITS = "plan", "forward", "logits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a rank begins with."""
+    """The first message to a rank: all that it needs to load its part of the model."""
 
     idx: int
     size: int

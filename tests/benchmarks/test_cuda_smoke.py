@@ -173,7 +173,7 @@ def test_tests_that_hang_are_ended_with_their_children_and_still_counted() -> No
     lines, status = checks.stream([sys.executable, "-c", hanging], 10)
     assert status is None
     assert "PASSED tests/test_a.py::test_one[a b]" in lines[0]
-    # A process that is killed ends later; whoever inherits it may leave it a zombie, which can be waited for.
+    # SIGKILL takes effect later, and the process may stay a zombie: a descriptor of it tells when it has ended.
     with suppress(ProcessLookupError):  # it is gone
         child = os.pidfd_open(int(lines[0].split()[-1]))
         has_ended = bool(select.select([child], [], [], 30)[0])
