@@ -9,7 +9,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ from engine.model.floors import measure_floors
 from engine.model.loader import load_weights
 from engine.ops.cpu.draw import compiled_draw
 from engine.ops.cpu.linear import DepthParts, packer
-from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
+from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_attend, can_run
 from engine.ops.interface import StepOps
 from engine.ops.select import choose_cpu_kernels, load_cpu_kernels, load_draw_kernel, quantize_and_pack
 from engine.options import EngineOptions, ModelDescription
@@ -144,9 +144,8 @@ def _load_ranks(model: ModelDescription, config: DecoderConfig, options: EngineO
         raise UnsupportedModel(
             "cannot cut quantized weights among ranks; choose plain ones", key="pools.*.tensor_parallel"
         )
-    kernels = load_cpu_kernels(model.dtype) if options.kernels != "torch" else None
-    if kernels is None:
-        raise UnsupportedModel("cannot start several ranks: only compiled kernels can; install a C++ compiler")
+    has_kernels = options.kernels != "torch" and can_attend(config)
+    kernels = load_cpu_kernels(model.dtype) if has_kernels else None
     first = LeadingRank(model, options, kernels)
     try:
         store = _make_store(model, options)
@@ -161,7 +160,8 @@ def _load_ranks(model: ModelDescription, config: DecoderConfig, options: EngineO
     except BaseException:
         first.close()
         raise
-    return ModelExecutor(decoder, store, ops, model.info, floors, compiled_draw(kernels))
+    draw_kernel = None if kernels is None else compiled_draw(kernels)
+    return ModelExecutor[Any](decoder, store, ops, model.info, floors, draw_kernel)
 
 
 def _load_foreign(model: ModelDescription, config: TransformersConfig, options: EngineOptions) -> Executor:

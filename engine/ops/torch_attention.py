@@ -5,7 +5,7 @@ plain, it is the reference for the kernels of `cpu/` and `triton_kernels/`.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from common.ids import BlockId
 from engine.ops.metadata import AttentionMetadata, Ints
-from engine.ops.torch_pages import PagedRows, layer_pages
+from engine.ops.torch_pages import ALL_HEADS, PagedRows, layer_pages
 from engine.ops.torch_softmax import Softmax, attend_written_out, causal_mask
 from engine.pages.kv_cache import TorchKvStore
 from engine.pages.kv_format import KvFormat
@@ -78,6 +78,19 @@ class _Plan:
     chunks: tuple[Chunk, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageShare:
+    """What one of several ranks, or the only one, does with pages that all of them have."""
+
+    heads: slice = field(default_factory=lambda: ALL_HEADS)
+    """Those of the pages' key heads that its keys and values have."""
+    clears_pages: bool = True
+    """Whether it clears the pages that sequences enter; the first rank does, before the others begin the step."""
+
+
+WHOLE_PAGES = PageShare()
+
+
 class TorchPagedAttention:
     """Gathers pages by block table and attends with torch's scaled dot product. Engine thread only."""
 
@@ -89,6 +102,7 @@ class TorchPagedAttention:
         *,
         kv_layers: Seq[int] | None = None,
         dtype: torch.dtype | None = None,
+        share: PageShare = WHOLE_PAGES,
     ) -> None:
         """Take a window and a score function per layer; without `scores`, all have the plain one.
 
@@ -97,17 +111,20 @@ class TorchPagedAttention:
         `dtype` is that of queries, keys and values; None: that of the pages, which hold no codes then.
         """
         self._store = store
+        self._share = share
         self._dtype = dtype or store.kv_format.dtype
         self._kv_layers = range(len(store.layers)) if kv_layers is None else tuple(kv_layers)
         self._pages = tuple(
-            () if i in store.shape.state_layers else layer_pages(store, i, self._dtype) for i in self._kv_layers
+            () if i in store.shape.state_layers else layer_pages(store, i, self._dtype, share.heads)
+            for i in self._kv_layers
         )
         self._windows = tuple(windows)
         self._scores = tuple(scores) or (ScoreFunction(),) * len(self._windows)
 
     def plan(self, metadata: AttentionMetadata) -> "TorchStepAttention":
         """Group decode tokens, cut chunks and build masks: all host work of a step."""
-        _clear_entered_blocks(metadata, self._store)
+        if self._share.clears_pages:
+            _clear_entered_blocks(metadata, self._store)
         window_layers = self._store.shape.window_layers
         on_pages = {False: metadata}
         if window_layers:

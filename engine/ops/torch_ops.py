@@ -11,7 +11,7 @@ from engine.ops import delta, mamba
 from engine.ops.latent_attention import LatentHeads, attend_latent
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.recurrent import StepStates
-from engine.ops.torch_attention import StepAttention, TorchPagedAttention, TorchStepAttention
+from engine.ops.torch_attention import WHOLE_PAGES, PageShare, StepAttention, TorchPagedAttention, TorchStepAttention
 from engine.pages.kv_cache import TorchKvStore
 from engine.weights.architectures import Activation
 from engine.weights.config import DecoderConfig, ScoreFunction
@@ -27,14 +27,21 @@ class TorchOps:
 
     name = "torch"
 
-    def __init__(self, config: DecoderConfig, store: TorchKvStore, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        store: TorchKvStore,
+        dtype: torch.dtype | None = None,
+        *,
+        share: PageShare = WHOLE_PAGES,
+    ) -> None:
         """Take the activations' dtype; None: that of the pages, which hold no codes then."""
         self._config = config
         self._store = store
         self._device = store.layers[0][0].device
         self._dtype = dtype or store.kv_format.dtype
         scores = [ScoreFunction(scale=config.attention_scale)] * config.num_layers
-        self._attention = TorchPagedAttention(store, config.windows, scores, dtype=dtype)
+        self._attention = TorchPagedAttention(store, config.windows, scores, dtype=dtype, share=share)
         self._ropes = layer_ropes(config, self._device)
 
     def plan(self, metadata: AttentionMetadata) -> "TorchStepOps":

@@ -26,14 +26,25 @@ class PagedRows(Protocol):
         ...
 
 
-def layer_pages(store: TorchKvStore, layer_idx: int, dtype: torch.dtype) -> tuple[PagedRows, ...]:
-    """Return a layer's parts, as rows of `dtype`; a part of codes that is alone has the order of keys."""
+ALL_HEADS = slice(None)
+
+
+def layer_pages(
+    store: TorchKvStore, layer_idx: int, dtype: torch.dtype, heads: slice = ALL_HEADS
+) -> tuple[PagedRows, ...]:
+    """Return a layer's parts, as rows of `dtype`; a part of codes that is alone has the order of keys.
+
+    `heads`: those of a page's key heads that the rows have.
+    """
     parts = store.layers[layer_idx]
     if not store.kv_format.has_codes:
-        return tuple(_PlainPages(part) for part in parts)
+        return tuple(_PlainPages(part[:, :, heads]) for part in parts)
     layout = CodeLayout(store.shape, store.kv_format)
     views = zip((layout.keys, layout.values), parts, strict=False)
-    return tuple(_CodedPages(view(part), layout.scales(part), store.kv_format, dtype) for view, part in views)
+    of_heads = (*(ALL_HEADS,) * 4, heads)
+    return tuple(
+        _CodedPages(view(part)[of_heads], layout.scales(part)[of_heads], store.kv_format, dtype) for view, part in views
+    )
 
 
 class CodeLayout:

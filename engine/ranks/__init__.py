@@ -1,1 +1,1 @@
-"""One model on several processes of a host: tensor parallelism on CPUs, with the bits of one process."""
+"""One model on several processes of a host: tensor parallelism on CPUs, in compiled kernels with one process's bits."""

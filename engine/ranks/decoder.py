@@ -1,4 +1,4 @@
-"""One rank's part of a decoder."""
+"""One rank's part of a decoder, for compiled kernels and for torch."""
 
 import ctypes
 from dataclasses import dataclass
@@ -6,13 +6,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.model.decoder import Decoder
 from engine.model.loader import load_rank_weights
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.linear import DepthParts, pack_projections
 from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_attend, can_run
+from engine.ops.select import choose_cpu_kernels
+from engine.ops.torch_attention import PageShare
+from engine.ops.torch_ops import TorchOps
 from engine.options import ModelDescription
 from engine.pages.kv_cache import TorchKvStore
+from engine.ranks.group import RankGroup
 from engine.ranks.memory import RankMemory
+from engine.ranks.products import cut_products
 from engine.weights.config import DecoderConfig, UnsupportedModel
 from engine.weights.decoder_weights import DecoderWeights, Linear, plain
 from engine.weights.ranks import Rank, num_segments
@@ -42,7 +48,8 @@ class RankPart:
         pack_projections(weights, kernels, depth)
         if not (can_attend(whole) and can_run(weights)):
             raise UnsupportedModel(
-                f"cannot cut {model.info.name} among {rank.size} ranks: not all of its layers run on compiled kernels",
+                f"cannot cut {model.info.name} among {rank.size} ranks: not all of its layers run on compiled kernels;"
+                " set model.kernels: torch",
                 key="pools.*.tensor_parallel",
             )
         config = rank.config(whole)
@@ -51,6 +58,10 @@ class RankPart:
     def ops(self, store: TorchKvStore) -> CpuOps:
         """Return the operations on the pages that all ranks share, each of which has some of their heads."""
         return CpuOps(self.config, store, self.kernels, first_page_head=self.rank.first_kv_head(self.whole))
+
+    def decoder(self) -> "RankDecoder":
+        """Return the rank's decoder."""
+        return RankDecoder(self)
 
 
 class RankDecoder(CpuDecoder):
@@ -72,3 +83,35 @@ class RankDecoder(CpuDecoder):
             *(num_rows, vocab_size),
         )
         return logits if part.config.logits_divisor == 1 else logits.div_(part.config.logits_divisor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchRankPart:
+    """What a rank computes with in torch, before there are pages."""
+
+    whole: DecoderConfig
+    config: DecoderConfig
+    """The rank's own part."""
+    weights: DecoderWeights
+    group: RankGroup
+
+    @classmethod
+    def load(cls, model: ModelDescription, group: RankGroup) -> "TorchRankPart":
+        """Read the rank's weights. Raises UnsupportedModel."""
+        whole = model.config
+        assert isinstance(whole, DecoderConfig), f"{whole} is no decoder of our own"
+        weights = load_rank_weights(model.files, whole, group.rank, dtype=model.dtype, device=model.device)
+        cut_products(weights, group)
+        choose_cpu_kernels(weights, None)
+        return cls(whole=whole, config=group.rank.config(whole), weights=weights, group=group)
+
+    def ops(self, store: TorchKvStore) -> TorchOps:
+        """Return the operations on the pages that all ranks share, each of which has some of their heads."""
+        rank = self.group.rank
+        first = rank.first_kv_head(self.whole)
+        share = PageShare(heads=slice(first, first + self.config.num_kv_heads), clears_pages=rank.idx == 0)
+        return TorchOps(self.config, store, self.weights.embedding.dtype, share=share)
+
+    def decoder(self) -> Decoder:
+        """Return the rank's decoder, whose products need `RankGroup.meet`."""
+        return Decoder(self.config, self.weights)

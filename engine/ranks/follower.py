@@ -2,7 +2,7 @@
 
     python -m engine.ranks.follower PIPE MEMORY
 
-The arguments are descriptors of the pipe and of the memory that ranks share.
+The arguments are descriptors of the pipe and of the memory that ranks share (of `RankGroup`, where torch computes).
 """
 
 import os
@@ -11,16 +11,17 @@ import socket
 import sys
 from array import array
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgpack
 import torch
 
 from common.process import CannotStart, die_with_parent
-from engine.ops.cpu.ops import CpuOps
 from engine.ops.select import load_cpu_kernels
 from engine.options import ModelDescription
 from engine.pages.kv_cache import TorchKvStore
-from engine.ranks.decoder import RankDecoder, RankPart
+from engine.ranks.decoder import RankPart, TorchRankPart
+from engine.ranks.group import RankGroup
 from engine.ranks.memory import RankMemory, map_memory
 from engine.ranks.messages import FORWARD, LOGITS, PLAN, Start, read_plan
 from engine.weights.ranks import Rank
@@ -45,13 +46,17 @@ def main(pipe_fd: int, memory_fd: int) -> None:
     store = TorchKvStore(
         model.shape, num_blocks, device=model.device, num_window_pages=num_window_pages, memory=map_memory(store_fd)
     )
+    if isinstance(part, TorchRankPart):
+        part.group.meet()
     with torch.inference_mode():
-        _follow(pipe, RankDecoder(part), part.ops(store), store)
+        _follow(pipe, part.decoder(), part.ops(store), store)
 
 
-def _load(start: Start, memory_fd: int) -> tuple[RankPart, ModelDescription]:
+def _load(start: Start, memory_fd: int) -> tuple[RankPart | TorchRankPart, ModelDescription]:
     options, rank = start.engine_options(), Rank(idx=start.idx, size=start.size)
     model = ModelDescription.read(options, may_have_window_pages=options.may_have_window_pages)
+    if start.buffer_size is None:
+        return TorchRankPart.load(model, RankGroup(rank, memory_fd)), model
     kernels = load_cpu_kernels(model.dtype)
     if kernels is None:
         raise CannotStart("cannot be a rank: there are no compiled kernels")
@@ -59,7 +64,7 @@ def _load(start: Start, memory_fd: int) -> tuple[RankPart, ModelDescription]:
     return RankPart.load(model, rank, kernels, memory), model
 
 
-def _follow(pipe: Connection, decoder: RankDecoder, ops: CpuOps, store: TorchKvStore) -> None:
+def _follow(pipe: Connection, decoder: Any, ops: Any, store: TorchKvStore) -> None:
     """Do what messages say, until there are no more."""
     step, hidden = None, torch.empty(0)
     while True:

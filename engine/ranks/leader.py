@@ -17,21 +17,27 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgpack
 import torch
 from torch import Tensor
 
 from common.process import PARENT_PID_ENV
+from engine.model.decoder import Decoder
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.ops import CpuOps, CpuStepOps
+from engine.ops.interface import StepOps
 from engine.ops.metadata import AttentionMetadata
+from engine.ops.torch_ops import TorchOps
 from engine.options import EngineOptions, ModelDescription
 from engine.pages.kv_cache import TorchKvStore
-from engine.ranks.decoder import RankDecoder, RankPart
+from engine.ranks.decoder import RankDecoder, RankPart, TorchRankPart
+from engine.ranks.group import RankGroup, RankLost
 from engine.ranks.memory import RankMemory, allocate_memory, buffer_size
-from engine.ranks.messages import FORWARD, LOGITS, Start, pack_plan, sent_options
+from engine.ranks.messages import Start, pack_forward, pack_logits, pack_plan, sent_options
 from engine.weights.config import DecoderConfig, UnsupportedModel
 from engine.weights.ranks import Rank
 
@@ -39,10 +45,6 @@ logger = logging.getLogger(__name__)
 
 _EXIT_LOST = 70  # sysexits.h: internal software error
 _CLOSE_TIMEOUT_S = 10.0
-
-
-class RankLost(Exception):
-    """A rank has ended: the engine's results are wrong from now on."""
 
 
 def end_without(pid: int) -> None:
@@ -54,8 +56,8 @@ def end_without(pid: int) -> None:
 class Followers:
     """The processes of all ranks but the first."""
 
-    def __init__(self, options: EngineOptions, memory_fd: int, num_floats: int) -> None:
-        """Start them; they load their weights while the first rank does."""
+    def __init__(self, options: EngineOptions, memory_fd: int, num_floats: int | None) -> None:
+        """Start them; they load their weights while the first rank does. `num_floats`: see `Start.buffer_size`."""
         self._sockets: list[socket.socket] = []
         self._pipes: list[Connection] = []
         self._is_closed = threading.Event()
@@ -153,17 +155,19 @@ class Followers:
                 process.wait()
 
 
-class LeadingOps(CpuOps):
-    """`CpuOps` whose steps the other ranks plan, too."""
+class LeadingOps:
+    """Operations whose steps the other ranks plan, too."""
 
-    def __init__(self, ops: CpuOps, followers: Followers) -> None:
-        self.__dict__.update(ops.__dict__)
+    def __init__(self, ops: CpuOps | TorchOps, followers: Followers, store: TorchKvStore) -> None:
+        self.name = ops.name
+        self._ops = ops
         self._followers = followers
+        self._window_page_of = store.window_page_of if store.shape.window_layers else array("i")
 
-    def plan(self, metadata: AttentionMetadata) -> CpuStepOps:
+    def plan(self, metadata: AttentionMetadata) -> Any:
         """See `Ops`."""
-        self._followers.send(pack_plan(metadata, self._store.window_page_of if self._windowed else array("i")))
-        return super().plan(metadata)
+        self._followers.send(pack_plan(metadata, self._window_page_of))
+        return self._ops.plan(metadata)
 
 
 class LeadingDecoder(RankDecoder):
@@ -176,7 +180,7 @@ class LeadingDecoder(RankDecoder):
 
     def forward_tapped(self, token_ids: Tensor, step: CpuStepOps, layers: Seq[int]) -> tuple[Tensor, list[Tensor]]:
         """See `CpuDecoder`. Raises RankLost."""
-        self._followers.send(msgpack.packb((FORWARD, token_ids.numpy().tobytes())))
+        self._followers.send(pack_forward(token_ids))
         found = super().forward_tapped(token_ids, step, layers)
         self._check()
         return found
@@ -184,8 +188,7 @@ class LeadingDecoder(RankDecoder):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CpuDecoder`. Raises RankLost."""
         hidden = hidden.contiguous()
-        rows = hidden.view(torch.uint8).numpy().tobytes()
-        self._followers.send(msgpack.packb((LOGITS, len(hidden), rows)))
+        self._followers.send(pack_logits(hidden))
         logits = super().logits(hidden)
         self._check()
         return logits
@@ -195,20 +198,46 @@ class LeadingDecoder(RankDecoder):
             raise RankLost("cannot go on: a rank process has ended")
 
 
+class LeadingTorchDecoder(Decoder):
+    """`LeadingDecoder` where torch computes."""
+
+    def __init__(self, part: TorchRankPart, followers: Followers) -> None:
+        super().__init__(part.config, part.weights)
+        self._followers = followers
+        weakref.finalize(self, followers.close)
+
+    def forward(self, token_ids: Tensor, ops: StepOps) -> Tensor:
+        """See `Decoder`. Raises RankLost."""
+        self._followers.send(pack_forward(token_ids))
+        return super().forward(token_ids, ops)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Decoder`. Raises RankLost."""
+        hidden = hidden.contiguous()
+        self._followers.send(pack_logits(hidden))
+        return super().logits(hidden)
+
+
 class LeadingRank:
     """The first rank while the model is loaded."""
 
-    def __init__(self, model: ModelDescription, options: EngineOptions, kernels: CpuKernels) -> None:
-        """Start the other ranks, and load the weights of all. Raises UnsupportedModel."""
+    def __init__(self, model: ModelDescription, options: EngineOptions, kernels: CpuKernels | None) -> None:
+        """Start the other ranks, and load all weights. Without kernels torch computes. Raises UnsupportedModel."""
         config, rank = model.config, Rank(idx=0, size=options.tensor_parallel)
         assert isinstance(config, DecoderConfig), f"{config} is no decoder of our own"
         rank.config(config)  # raises what can be refused before anything is started
-        num_floats = buffer_size(config)
-        memory, fd = allocate_memory(kernels, num_floats)
+        load: Callable[[], RankPart | TorchRankPart]
+        if kernels is None:
+            group, num_floats = RankGroup(rank), None
+            fd, load = group.fd, partial(TorchRankPart.load, model, group)
+        else:
+            num_floats = buffer_size(config)
+            memory, fd = allocate_memory(kernels, num_floats)
+            load = partial(RankPart.load, model, rank, kernels, RankMemory(rank, kernels, memory, num_floats))
         torch.set_num_threads(max(1, torch.get_num_threads() // rank.size))
         self._followers = Followers(options, fd, num_floats)
         try:
-            self.part = RankPart.load(model, rank, kernels, RankMemory(rank, kernels, memory, num_floats))
+            self.part = load()
             self._followers.await_loaded()
         except BaseException:
             self.close()
@@ -220,14 +249,19 @@ class LeadingRank:
 
     def bind(
         self, store: TorchKvStore, on_lost: Callable[[int], None] = end_without
-    ) -> tuple[LeadingDecoder, LeadingOps]:
+    ) -> tuple[LeadingDecoder | LeadingTorchDecoder, LeadingOps]:
         """Let all ranks compute on these pages. `on_lost`: called when a rank ends, with its process id."""
-        memory, followers = self.part.memory, self._followers
+        part, followers = self.part, self._followers
 
         def lost(pid: int) -> None:
-            memory.abort()
+            if isinstance(part, RankPart):
+                part.memory.abort()
             on_lost(pid)
 
         followers.share(store)
         followers.watch(lost)
-        return LeadingDecoder(self.part, followers), LeadingOps(self.part.ops(store), followers)
+        ops = LeadingOps(part.ops(store), followers, store)
+        if isinstance(part, RankPart):
+            return LeadingDecoder(part, followers), ops
+        part.group.meet()
+        return LeadingTorchDecoder(part, followers), ops

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import torch
+from torch import Tensor
 
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import EngineOptions
@@ -25,8 +27,8 @@ class Start:
     options: dict[str, Any]
     """Fields of `EngineOptions` that weights and pages depend on."""
     num_threads: int
-    buffer_size: int
-    """Floats of one of the buffers that ranks share."""
+    buffer_size: int | None
+    """Floats of one of the buffers that ranks share; None: torch computes, and sums go through `RankGroup`."""
 
     def packed(self) -> bytes:
         """Return the message."""
@@ -66,6 +68,16 @@ def pack_plan(metadata: AttentionMetadata, window_page_of: "array[int]") -> byte
         for span in metadata.spans
     ]
     return bytes(msgpack.packb((PLAN, spans, window_page_of.tobytes())))
+
+
+def pack_forward(token_ids: Tensor) -> bytes:
+    """Return the message of a planned step's tokens, int64 [num_tokens]."""
+    return bytes(msgpack.packb((FORWARD, token_ids.numpy().tobytes())))
+
+
+def pack_logits(hidden: Tensor) -> bytes:
+    """Return the message of rows whose logits are computed, contiguous [num_rows, hidden_size]."""
+    return bytes(msgpack.packb((LOGITS, len(hidden), hidden.view(torch.uint8).numpy().tobytes())))
 
 
 def read_plan(spans: Seq[Any], *, block_size: int) -> AttentionMetadata:

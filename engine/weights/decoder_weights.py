@@ -77,6 +77,8 @@ class Moe:
     """Those chosen from, then the shared one."""
     score_bias: Tensor | None
     """float32 [num_experts], with `has_score_bias`."""
+    add_up: Callable[[Tensor], Tensor] | None = None
+    """Adds up what several ranks have of the sums, float32 [num_tokens, hidden_size]; None: there is one."""
 
     def places(self) -> "Iterator[Place]":
         """Yield the places of the projections."""
@@ -91,7 +93,12 @@ class Moe:
         return self.router.num_bytes + sum(expert.num_bytes for expert in read)
 
     def __call__(self, x: Tensor, gate_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the weighted sums [num_tokens, hidden_size] of what each row's experts make of it.
+        """Return the weighted sums [num_tokens, hidden_size] of what each row's experts make of it."""
+        sums = self.sums(x, gate_mul)
+        return (sums if self.add_up is None else self.add_up(sums)).to(x.dtype)
+
+    def sums(self, x: Tensor, gate_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sums in float32, of one of several ranks its part.
 
         An expert gets all its rows at once, and a row's results are added up in the order of the experts.
         """
@@ -110,7 +117,7 @@ class Moe:
             if self.config.has_weighted_inputs:
                 inputs, factors = (inputs * factors).to(x.dtype), torch.ones_like(factors)
             sums[rows] += self.experts[expert_idx](inputs, multiply) * factors
-        return sums.to(x.dtype)
+        return sums
 
     def activation(self, gate_mul: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return the experts' own way from products to activations, given that of the model."""

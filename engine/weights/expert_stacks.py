@@ -82,7 +82,7 @@ class StackedMoe(Moe):
     gate_up: ExpertStack
     down: ExpertStack
 
-    def __call__(self, x: Tensor, gate_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def sums(self, x: Tensor, gate_mul: Callable[[Tensor], Tensor]) -> Tensor:
         """See `Moe`; a row's results are added up in the order of their scores."""
         num_experts, num_chosen = self.config.num_experts, self.config.num_chosen
         logits = self.router(x).float()
@@ -100,7 +100,7 @@ class StackedMoe(Moe):
         if self.config.shared is not None:
             shared = self.experts[num_experts](x, multiply)
             sums += shared if self.config.shared.gate is None else shared * logits[:, num_experts:].sigmoid()
-        return sums.to(x.dtype)
+        return sums
 
 
 def _sums(results: Tensor, weights: Tensor) -> Tensor:

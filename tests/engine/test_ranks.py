@@ -165,11 +165,9 @@ def read_config(folder: Path) -> DecoderConfig:
     return parse_config(read_json(folder / "config.json"))
 
 
-def test_ranks_of_quantized_weights_or_without_kernels_are_refused(llama: Path) -> None:
+def test_ranks_of_quantized_weights_are_refused(llama: Path) -> None:
     with pytest.raises(UnsupportedModel, match="quantized weights"):
         load(llama, tensor_parallel=2, quantization="int8")
-    with pytest.raises(UnsupportedModel, match="only compiled kernels can"):
-        load(llama, tensor_parallel=2, kernels="torch")
 
 
 def test_ranks_end_when_their_engine_does(llama: Path) -> None:
@@ -179,11 +177,11 @@ def test_ranks_end_when_their_engine_does(llama: Path) -> None:
     assert not rank.is_running()
 
 
-_SERVE = """
+SERVE = """
 import sys
 from pathlib import Path
 from tests.engine.driver import Driver, load, make_sequence
-executor = load(Path(sys.argv[1]), tensor_parallel=3)
+executor = load(Path(sys.argv[1]), tensor_parallel=int(sys.argv[2]), kernels=sys.argv[3])
 while True:
     Driver(executor).generate([make_sequence(range(1, 20))], num_tokens=30)
     print("an answer", flush=True)
@@ -192,7 +190,7 @@ while True:
 
 @pytest.mark.parametrize("victim", ["first", "other", "first, while another is stopped"])
 def test_sigkill_of_a_rank_in_the_middle_of_a_step_ends_all_of_them(tmp_path: Path, victim: str) -> None:
-    command = [sys.executable, "-c", _SERVE, str(save(tmp_path, "llama", num_key_value_heads=3))]
+    command = [sys.executable, "-c", SERVE, str(save(tmp_path, "llama", num_key_value_heads=3)), "3", "auto"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as served:
         assert served.stdout is not None and served.stdout.readline() == b"an answer\n"
         ranks = psutil.Process(served.pid).children()
