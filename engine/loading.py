@@ -52,20 +52,18 @@ def load_executor(options: EngineOptions) -> Executor:
     may_have_window_pages = options.may_have_window_pages and resolve_device(options.device).type == "cpu"
     model = ModelDescription.read(options, may_have_window_pages=may_have_window_pages)
     _check_fixed_pages(model, options)
-    if options.tensor_parallel > 1 and (isinstance(model.config, TransformersConfig) or model.device.type != "cpu"):
-        raise UnsupportedModel(
-            "cannot start several ranks: our own engine has them on CPUs, for native architectures; set"
-            " model.engine: vllm",
-            key="pools.*.tensor_parallel",
-        )
+    if options.tensor_parallel > 1:
+        _check_ranks(model, options)
     if isinstance(model.config, TransformersConfig):
         executor = _load_foreign(model, model.config, options)
     elif model.device.type == "cpu" and options.tensor_parallel > 1:
         executor = _load_ranks(model, model.config, options)
     elif model.device.type == "cuda":
         from engine.cuda.loading import load_cuda_executor
+        from engine.cuda.ranks import load_ranks
 
-        executor = load_cuda_executor(model, options)
+        load = load_cuda_executor if options.tensor_parallel == 1 else load_ranks
+        executor = load(model, options)
     else:
         executor = _load_native(model, model.config, options)
     _log_loaded(model, executor, time.monotonic() - started_s)
@@ -140,10 +138,6 @@ def _load_native(model: ModelDescription, config: DecoderConfig, options: Engine
 
 def _load_ranks(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:
     """Return the executor of the first of several ranks, which have a part of the weights each."""
-    if options.quantization is not None or model.weight_format is not None:
-        raise UnsupportedModel(
-            "cannot cut quantized weights among ranks; choose plain ones", key="pools.*.tensor_parallel"
-        )
     has_kernels = options.kernels != "torch" and can_attend(config)
     kernels = load_cpu_kernels(model.dtype) if has_kernels else None
     first = LeadingRank(model, options, kernels)
@@ -162,6 +156,17 @@ def _load_ranks(model: ModelDescription, config: DecoderConfig, options: EngineO
         raise
     draw_kernel = None if kernels is None else compiled_draw(kernels)
     return ModelExecutor[Any](decoder, store, ops, model.info, floors, draw_kernel)
+
+
+def _check_ranks(model: ModelDescription, options: EngineOptions) -> None:
+    """Raise UnsupportedModel for what several ranks do not compute."""
+    reason = None
+    if isinstance(model.config, TransformersConfig):
+        reason = "cannot cut what transformers computes among ranks; set model.engine: vllm"
+    elif options.quantization is not None or model.weight_format is not None:
+        reason = "cannot cut quantized weights among ranks; choose plain ones"
+    if reason is not None:
+        raise UnsupportedModel(reason, key="pools.*.tensor_parallel")
 
 
 def _load_foreign(model: ModelDescription, config: TransformersConfig, options: EngineOptions) -> Executor:

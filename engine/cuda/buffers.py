@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -233,3 +234,15 @@ def _known_token_ids(batch: Seq[ScheduledSequence]) -> TokenArray:
             begin = item.sequence.num_computed
             token_ids += item.sequence.token_ids[begin : begin + item.num_new_tokens]
     return token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentStep:
+    """A step, as the first of several ranks sends it to the others."""
+
+    words: npt.NDArray[np.int64]
+    """All of its columns."""
+    update: TableUpdate
+    step: DecodeColumns | RaggedColumns
+    logits: tuple[Column | slice, ...] = ()
+    """Rows of a ragged step's hidden states whose logits are computed, in this order; a column holds their places."""

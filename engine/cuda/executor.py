@@ -11,16 +11,16 @@ Pages are not cleared when they get a new owner: the kernels do not read beyond 
 clears them itself.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.buffers import BlockTables, RaggedColumns
+from engine.cuda.buffers import BlockTables, DecodeColumns, RaggedColumns, SentStep, TableUpdate
 from engine.cuda.graphs import DecodeGraphs, DeviceOps, decode_sizes
 from engine.device.columns import Column, PackedColumns
 from engine.device.devices import Fetch, device_for, errors_of_device
@@ -87,6 +87,8 @@ class CudaExecutor:
         self.model_name = info.name
         self.exact_resume = info.is_float32  # a product's kernel, and so its order, depends on the number of rows
         self.floors = floors
+        self.announce: Callable[[SentStep], None] | None = None
+        """Called before each launch, of the first of several ranks; None: there is one."""
         self._model = model
         self._ops = ops
         self._block_size = store.shape.block_size
@@ -117,11 +119,13 @@ class CudaExecutor:
         size = self._decode.size_for(len(batch)) if all(map(_is_decode, batch)) else None
         try:
             return self._launch_ragged(batch) if size is None else self._launch_decode(batch, size)
-        except BaseException:
+        except BaseException as error:
+            if self.announce is not None:  # what others have launched waits for this rank
+                raise DeviceBroken(f"cannot go on: a step has failed in one of several ranks: {error}") from error
             try:
                 device_for(self._device).synchronize()  # some of it may be running
-            except RuntimeError as error:  # Triton and cuBLAS report CUDA's errors as their own, this call as they are
-                raise DeviceBroken(f"cannot use the device any more: {error}") from error
+            except RuntimeError as broken:  # Triton and cuBLAS report CUDA's errors as their own, this call as they are
+                raise DeviceBroken(f"cannot use the device any more: {broken}") from broken
             raise
 
     def _launch_decode(self, batch: Seq[ScheduledSequence], size: int) -> StepHandle:
@@ -133,6 +137,7 @@ class CudaExecutor:
         step = self._decode.add(batch, rows, size, columns, samples=samples)
         update = self._tables.plan(sequences, rows, columns)
         sampling = self._sampler.plan_rest(samples, columns)
+        self._send(step, columns, update)
         words = self._decode.upload(step, columns)
         self._tables.apply(update, words)
         output = self._decode.run(step)
@@ -152,6 +157,8 @@ class CudaExecutor:
         update = self._tables.plan(sequences, rows, columns)
         samples = _SamplesPlan.of(batch, metadata, self._sampler, columns)
         wanted = [each for i, item in enumerate(batch) for each in _prompt_logprobs(i, item, metadata, columns)]
+        rows_of_logits = [slice(each.first_token, each.first_token + each.num_rows) for each in wanted]
+        self._send(step, columns, update, (*rows_of_logits, *([samples.last_tokens] if samples is not None else [])))
         words = columns.upload(self._device)
         self._tables.apply(update, words)
         token_ids = step.input_ids(words, self._decode.last_sampled)
@@ -171,6 +178,18 @@ class CudaExecutor:
             pooled=pooled,
             ended=ended,
         )
+
+    def _send(
+        self,
+        step: DecodeColumns | RaggedColumns,
+        columns: PackedColumns,
+        update: TableUpdate,
+        logits: tuple[Column | slice, ...] = (),
+    ) -> None:
+        """Let other ranks launch the step, too."""
+        if self.announce is not None:
+            update = replace(update, contents={})
+            self.announce(SentStep(words=columns.words(), update=update, step=step, logits=logits))
 
     def _keep_sampled(self, chosen: Chosen) -> None:
         """Leave the tokens where the next step may read them; the negative token of a failed row is not an index."""

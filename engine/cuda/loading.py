@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +33,8 @@ from engine.weights.quantize import QuantizationMethod, kv_scales, quantizer, wi
 from engine.work import StepFloors
 
 logger = logging.getLogger(__name__)
+
+ExecutorT = TypeVar("ExecutorT", bound=CudaExecutor)
 
 _MAX_GRAPH_SEQS = 256
 _GIB = 1 << 30
@@ -108,7 +111,7 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
     )
     bounds = StepBounds(max_step_tokens=options.max_step_tokens, max_running=options.max_running)
     num_blocks = options.num_pages(model.shape, lambda: measure_kv_bytes(loaded, bounds, options.memory_share))
-    return make_cuda_executor(loaded, num_blocks, bounds)
+    return make_cuda_executor(loaded, num_blocks, bounds, CudaExecutor)
 
 
 def check_weights_fit(model: ModelDescription, quantization: QuantizationMethod | None, free_bytes: int) -> None:
@@ -137,13 +140,13 @@ def check_weights_fit(model: ModelDescription, quantization: QuantizationMethod 
     )
 
 
-def make_cuda_executor(model: LoadedModel, num_blocks: int, bounds: StepBounds) -> CudaExecutor:
+def make_cuda_executor(model: LoadedModel, num_blocks: int, bounds: StepBounds, kind: type[ExecutorT]) -> ExecutorT:
     """Return an executor with `num_blocks` pages, compiled kernels and captured graphs."""
     started_s = time.monotonic()
     store = TorchKvStore(model.shape, num_blocks, device=model.device)
     ops = make_device_ops(model, store)
     limits = StepLimits(max_seqs=bounds.max_seqs, max_graph_seqs=min(bounds.max_running, _MAX_GRAPH_SEQS))
-    executor = CudaExecutor(model.decoder, store, ops, model.info, limits, model.floors)
+    executor = kind(model.decoder, store, ops, model.info, limits, model.floors)
     executor.warm_up()
     logger.info(
         "device executor ready",

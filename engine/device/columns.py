@@ -81,16 +81,24 @@ class PackedColumns:
         arena[:num_fixed].copy_(words[:num_fixed])
         return words
 
+    def words(self) -> npt.NDArray[np.int64]:
+        """Return the packed words, for another process."""
+        words = np.zeros(self.num_words, dtype=np.int64)
+        self._fill(words)
+        return words
+
     def _send(self, target: Tensor) -> None:
         if not self.num_words:
             return
         device = device_for(target.device)
         staged = device.staging(self.num_words)
-        host = staged.numpy()
-        for column, array in zip(self._columns, self._arrays, strict=True):
-            place = host[column.first_word : column.first_word + column.num_words]
-            place.view(array.dtype)[: array.size] = array.reshape(-1)
+        self._fill(staged.numpy())
         device.send(staged, target)
+
+    def _fill(self, words: npt.NDArray[np.int64]) -> None:
+        for column, array in zip(self._columns, self._arrays, strict=True):
+            place = words[column.first_word : column.first_word + column.num_words]
+            place.view(array.dtype)[: array.size] = array.reshape(-1)
 
 
 K = TypeVar("K", bound=Hashable)

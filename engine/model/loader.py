@@ -88,10 +88,17 @@ def load_weights(
 
 
 def load_rank_weights(
-    files: Sequence[Path], config: DecoderConfig, rank: Rank, *, dtype: torch.dtype, device: torch.device
+    files: Sequence[Path],
+    config: DecoderConfig,
+    rank: Rank,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    stacks_experts: bool = False,
 ) -> DecoderWeights:
     """Return a rank's part of plain weights; embedding and head are whole. Raises UnsupportedModel."""
-    allocate = partial(allocate_weights, rank.config(config), dtype=dtype, device=device)
+    part = rank.config(config)
+    allocate = partial(allocate_weights, part, dtype=dtype, device=device, stacks_experts=stacks_experts)
     return _load(files, config, allocate, None, None, rank)
 
 

@@ -24,17 +24,22 @@ from engine.ranks.decoder import RankPart, TorchRankPart
 from engine.ranks.group import RankGroup
 from engine.ranks.memory import RankMemory, map_memory
 from engine.ranks.messages import FORWARD, LOGITS, PLAN, Start, read_plan
-from engine.weights.ranks import Rank
 
 
-def main(pipe_fd: int, memory_fd: int) -> None:
-    """Load the weights, map the pages, and compute."""
+def begin(pipe_fd: int) -> tuple[socket.socket, Connection, Start]:
+    """Let this process live as long as the first rank; return the ways to it, and what it says first."""
     die_with_parent()
     for each in (signal.SIGINT, signal.SIGTERM):  # of a whole group: the first rank decides when it ends
         signal.signal(each, signal.SIG_IGN)
     link, pipe = socket.socket(fileno=pipe_fd), Connection(os.dup(pipe_fd))
-    start = Start.read(pipe.recv_bytes())
+    start: Start = pipe.recv()
     torch.set_num_threads(start.num_threads)
+    return link, pipe, start
+
+
+def main(pipe_fd: int, memory_fd: int) -> None:
+    """Load the weights, map the pages, and compute."""
+    link, pipe, start = begin(pipe_fd)
     try:
         part, model = _load(start, memory_fd)
     except CannotStart as error:
@@ -53,7 +58,7 @@ def main(pipe_fd: int, memory_fd: int) -> None:
 
 
 def _load(start: Start, memory_fd: int) -> tuple[RankPart | TorchRankPart, ModelDescription]:
-    options, rank = start.engine_options(), Rank(idx=start.idx, size=start.size)
+    options, rank = start.options, start.rank
     model = ModelDescription.read(options, may_have_window_pages=options.may_have_window_pages)
     if start.buffer_size is None:
         return TorchRankPart.load(model, RankGroup(rank, memory_fd)), model

@@ -6,6 +6,7 @@ So pages are handed over, cached and copied as with one rank, by the first rank 
 
 import logging
 import os
+import pickle
 import select
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -37,7 +39,7 @@ from engine.pages.kv_cache import TorchKvStore
 from engine.ranks.decoder import RankDecoder, RankPart, TorchRankPart
 from engine.ranks.group import RankGroup, RankLost
 from engine.ranks.memory import RankMemory, allocate_memory, buffer_size
-from engine.ranks.messages import Start, pack_forward, pack_logits, pack_plan, sent_options
+from engine.ranks.messages import Start, pack_forward, pack_logits, pack_plan
 from engine.weights.config import DecoderConfig, UnsupportedModel
 from engine.weights.ranks import Rank
 
@@ -56,10 +58,21 @@ def end_without(pid: int) -> None:
 class Followers:
     """The processes of all ranks but the first."""
 
-    def __init__(self, options: EngineOptions, memory_fd: int, num_floats: int | None) -> None:
-        """Start them; they load their weights while the first rank does. `num_floats`: see `Start.buffer_size`."""
+    def __init__(
+        self,
+        options: EngineOptions,
+        memory_fd: int,
+        num_floats: int | None = None,
+        *,
+        module: str = "engine.ranks.follower",
+    ) -> None:
+        """Start them; they load their weights while the first rank does.
+
+        `num_floats`: see `Start.buffer_size`. `module`: their program.
+        """
         self._sockets: list[socket.socket] = []
         self._pipes: list[Connection] = []
+        self._sending, self._asking = threading.Lock(), threading.Lock()
         self._is_closed = threading.Event()
         self._lost: Future[int] = Future()
         started: Future[list[subprocess.Popen[bytes]]] = Future()
@@ -67,9 +80,8 @@ class Followers:
             commands: list[list[str]] = []
             for idx in range(1, options.tensor_parallel):
                 start = Start(
-                    idx=idx,
-                    size=options.tensor_parallel,
-                    options=sent_options(options),
+                    rank=Rank(idx=idx, size=options.tensor_parallel),
+                    options=options,
                     num_threads=torch.get_num_threads(),
                     buffer_size=num_floats,
                 )
@@ -77,10 +89,8 @@ class Followers:
                 given.enter_context(theirs)
                 self._sockets.append(ours)
                 self._pipes.append(Connection(os.dup(ours.fileno())))
-                self._pipes[-1].send_bytes(start.packed())
-                commands.append(
-                    [sys.executable, "-P", "-m", "engine.ranks.follower", str(theirs.fileno()), str(memory_fd)]
-                )
+                self._pipes[-1].send(start)
+                commands.append([sys.executable, "-P", "-m", module, str(theirs.fileno()), str(memory_fd)])
             threading.Thread(target=self._live, args=(commands, started), name="ranks", daemon=True).start()
             self._processes = started.result()
 
@@ -134,10 +144,27 @@ class Followers:
         self._lost.add_done_callback(lambda lost: on_lost(lost.result()))
 
     def send(self, message: bytes) -> None:
-        """Send every rank a message. Raises RankLost."""
+        """Send every rank a message. Any thread. Raises RankLost."""
+        self._send([message] * len(self._pipes))
+
+    def post(self, value: Any) -> None:
+        """Send every rank a value, pickled. Any thread. Raises RankLost."""
+        self.send(pickle.dumps(value))
+
+    def ask(self, values: Seq[Any]) -> list[bytes]:
+        """Send each rank a value of its own, and return the replies. Any thread. Raises RankLost."""
+        with self._asking:
+            self._send([*map(pickle.dumps, values)])
+            try:
+                return [pipe.recv_bytes() for pipe in self._pipes]
+            except (EOFError, OSError) as error:
+                raise RankLost("cannot go on: a rank process has ended") from error
+
+    def _send(self, messages: Seq[bytes]) -> None:
         try:
-            for pipe in self._pipes:
-                pipe.send_bytes(message)
+            with self._sending:
+                for pipe, message in zip(self._pipes, messages, strict=True):
+                    pipe.send_bytes(message)
         except OSError as error:
             raise RankLost("cannot go on: a rank process has ended") from error
 
@@ -235,7 +262,7 @@ class LeadingRank:
             memory, fd = allocate_memory(kernels, num_floats)
             load = partial(RankPart.load, model, rank, kernels, RankMemory(rank, kernels, memory, num_floats))
         torch.set_num_threads(max(1, torch.get_num_threads() // rank.size))
-        self._followers = Followers(options, fd, num_floats)
+        self._followers = Followers(replace(options, device="cpu"), fd, num_floats)
         try:
             self.part = load()
             self._followers.await_loaded()

@@ -1,9 +1,8 @@
-"""Messages from the first rank to the others: one msgpack value each, over a pipe per rank."""
+"""Messages from the first rank to the others over a pipe per rank: `Start`, then one msgpack value each."""
 
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import EngineOptions
+from engine.weights.ranks import Rank
 
 PLAN, FORWARD, LOGITS = "plan", "forward", "logits"
 """Kinds of steps' messages, in this order; a step may have several of logits, or none."""
@@ -22,37 +22,11 @@ PLAN, FORWARD, LOGITS = "plan", "forward", "logits"
 class Start:
     """The first message to a rank: all that it needs to load its part of the model."""
 
-    idx: int
-    size: int
-    options: dict[str, Any]
-    """Fields of `EngineOptions` that weights and pages depend on."""
+    rank: Rank
+    options: EngineOptions
     num_threads: int
     buffer_size: int | None
     """Floats of one of the buffers that ranks share; None: torch computes, and sums go through `RankGroup`."""
-
-    def packed(self) -> bytes:
-        """Return the message."""
-        return bytes(msgpack.packb(asdict(self)))
-
-    @classmethod
-    def read(cls, message: bytes) -> "Start":
-        """Return what a message says."""
-        return cls(**msgpack.unpackb(message))
-
-    def engine_options(self) -> EngineOptions:
-        """Return the options, with the defaults of what a rank does not need."""
-        return EngineOptions(**{**self.options, "model_dir": Path(self.options["model_dir"])})
-
-
-def sent_options(options: EngineOptions) -> dict[str, Any]:
-    """Return `Start.options`."""
-    names = ("model_name", "dtype", "block_size", "max_model_len", "kv_dtype", "may_have_window_pages")
-    return {
-        "model_dir": str(options.model_dir),
-        "device": "cpu",
-        "tensor_parallel": options.tensor_parallel,
-        **{name: getattr(options, name) for name in names},
-    }
 
 
 def pack_plan(metadata: AttentionMetadata, window_page_of: "array[int]") -> bytes:

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.ops.cpu.linear import OneDnnLinear, can_pack
 from engine.ranks.group import RankGroup
 from engine.weights.decoder_weights import DecoderWeights, GatedMlp, Linear, Moe, Projection, plain
+from engine.weights.expert_stacks import StackedMoe
 
 
 def cut_products(weights: DecoderWeights, group: RankGroup) -> None:
@@ -19,7 +20,9 @@ def cut_products(weights: DecoderWeights, group: RankGroup) -> None:
         layer.output = RowParallel(plain(layer.output), group)
         match layer.mlp:
             case Moe():
-                for expert in layer.mlp.experts:
+                # Stacked experts give rounded results, as with one rank: their sums alone are wide.
+                first = layer.mlp.config.num_experts if isinstance(layer.mlp, StackedMoe) else 0
+                for expert in layer.mlp.experts[first:]:
                     expert.down = PartialSums(plain(expert.down))
                 layer.mlp.add_up = group.add_up
             case GatedMlp():
@@ -30,17 +33,20 @@ def cut_products(weights: DecoderWeights, group: RankGroup) -> None:
 class PartialSums:
     """What a rank has of a product whose inputs are cut: float32, without its bias. A `Projection`.
 
-    torch has products of bfloat16 with unrounded sums on no CPU, so that the weight is widened.
+    On a CPU torch has no products of bfloat16 with unrounded sums, so that the weight is widened.
     """
 
     def __init__(self, linear: Linear) -> None:
-        self._product = _packed(Linear(weight=linear.weight.float(), bias=None))
-        self.num_bytes = self._product.num_bytes
+        self._weight = linear.weight if linear.weight.is_cuda else linear.weight.float()
+        self._product = _packed(Linear(weight=self._weight, bias=None))
+        self.num_bytes = self._weight.nbytes
         """See `Projection`."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return float32 [num_tokens, out_features] for x [num_tokens, in_features]."""
-        return self._product(x.float())
+        if self._weight.dtype is torch.float32:
+            return self._product(x.float())
+        return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
 
 
 class RowParallel:

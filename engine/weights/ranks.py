@@ -53,7 +53,11 @@ class Rank:
 
     def first_kv_head(self, config: DecoderConfig) -> int:
         """Return the first of the whole decoder's key heads that this rank has; several ranks may have the same."""
-        return config.num_kv_heads * self.idx // self.size
+        return self.first_head_of(config.num_kv_heads)
+
+    def first_head_of(self, num_kv_heads: int) -> int:
+        """Return the first of so many key heads that this rank has."""
+        return num_kv_heads * self.idx // self.size
 
     def config(self, config: DecoderConfig) -> DecoderConfig:
         """Return the rank's part of a decoder. Raises UnsupportedModel, naming the numbers that are possible."""
