@@ -132,6 +132,7 @@ def test_block_hashes_refuse_partial_hashes_and_steps() -> None:
         {"v": 1, "snap": False, "add": b"", "del": [1] * 16},
         {"v": 1, "snap": False, "add": b"x" * 15, "del": b""},
         {"v": 2, "snap": False, "add": b"", "del": b""},
+        {"v": 1, "snap": False, "add": b"", "del": b"", "off": 1},
         {"v": 1},
         [1, 2],
         7,

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgpack
 import pytest
 
 from common.block_hash import BlockHashes
@@ -120,6 +121,29 @@ async def test_watcher_merges_changes_of_window_pages_since_a_block_was_stored()
         assert merged == decode_events(encode_events(merged)) == KvEvents(paged=a, unpaged=b)
 
 
+async def test_watcher_merges_moves_between_pages_and_tiers_since_a_block_was_stored() -> None:
+    hub, a, b = KvEventHub(), BlockHashes.of((A,)), BlockHashes.of((B,))
+    with hub.watch() as watcher:
+        hub.publish(KvEvents(stored=a + b, offloaded=a))
+        hub.publish(KvEvents(stored=a, offloaded=b))
+        assert await watcher.next_changes() == KvEvents(stored=a + b, offloaded=b)
+        hub.publish(KvEvents(offloaded=a, loaded=b))
+        hub.publish(KvEvents(removed=a, offloaded=b))
+        merged = await watcher.next_changes()
+        assert merged == decode_events(encode_events(merged)) == KvEvents(removed=a, offloaded=b)
+        hub.publish(KvEvents(loaded=b))
+        merged = await watcher.next_changes()
+        assert merged == decode_events(encode_events(merged)) == KvEvents(loaded=b)
+        assert merged
+
+
+def test_batch_without_marks_is_sent_as_before_there_were_any() -> None:
+    names = {"v", "snap", "add", "del"}
+    assert msgpack.unpackb(encode_events(KvEvents(stored=BlockHashes.of((A,))))).keys() == names
+    marked = KvEvents(stored=BlockHashes.of((A, B)), offloaded=BlockHashes.of((A,)), loaded=BlockHashes.of((B,)))
+    assert msgpack.unpackb(encode_events(marked)).keys() == {*names, "off", "load"}
+
+
 async def test_subscription_of_a_slow_watcher_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.kv_event_hub.MAX_PENDING_CHANGES", 1)
     hub = KvEventHub()
@@ -130,6 +154,6 @@ async def test_subscription_of_a_slow_watcher_ends(monkeypatch: pytest.MonkeyPat
         hub.publish(KvEvents(stored=BlockHashes.of((A,))))
         with pytest.raises(Overloaded):
             await slow.next_changes()
-        hub.publish(KvEvents(paged=BlockHashes.of((A, B))))
+        hub.publish(KvEvents(offloaded=BlockHashes.of((A,)), paged=BlockHashes.of((B,))))
         with pytest.raises(Overloaded):
             await fast.next_changes()
