@@ -5,7 +5,7 @@ that only decode by memory, so each kind has its own weights. Prompts are comput
 
     step     = constant + a·prompt tokens + b·pairs of a prompt token and a token that it attends to
              + c·decoding sequences + d·their KV tokens
-    transfer = latency + bytes / bandwidth
+    transfer = latency + bytes / bandwidth; likewise a read from a tier
 """
 
 import math
@@ -96,6 +96,8 @@ class TimingModel:
     sequences that decode, not by the rows of a step. None: a step that only decodes."""
     links: Mapping[WorkerId | None, LinkModel] = field(default_factory=dict)
     """Links by source worker; None: any other source."""
+    tier_read: LinkModel | None = None
+    """Reads from the worker's own tiers into its pages; None: none was measured."""
 
     def step_s(self, shape: StepShape) -> float:
         """Return the predicted time of one step."""
@@ -159,6 +161,10 @@ class TimingModel:
         link = self.links.get(peer) or self.links.get(None) or GUESSED_LINK
         return link.seconds(num_bytes)
 
+    def tier_read_s(self, num_bytes: float) -> float:
+        """Return the predicted time to read bytes from the worker's own tiers, while it reads nothing else."""
+        return (self.tier_read or GUESSED_LINK).seconds(num_bytes) if num_bytes > 0 else 0.0
+
 
 TYPICAL_CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
 TYPICAL_BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
@@ -209,6 +215,7 @@ def timing_to_proto(model: TimingModel, transports: Mapping[WorkerId, int]) -> w
         ],
         max_step_tokens=model.max_step_tokens,
         gap=None if model.gap is None else message_of(worker_pb2.StepModel, model.gap),
+        tier_read=None if model.tier_read is None else message_of(worker_pb2.TierReadModel, model.tier_read),
     )
 
 
@@ -227,6 +234,7 @@ def timing_from_proto(message: worker_pb2.TimingReport) -> TimingModel:
             WorkerId(link.peer_worker_id) if link.peer_worker_id else None: _link_from_proto(link, f"timing.links[{i}]")
             for i, link in enumerate(message.links)
         },
+        tier_read=_link_from_proto(message.tier_read, "timing.tier_read") if message.tier_read.bytes_per_s else None,
     )
 
 
@@ -237,7 +245,7 @@ def _step_from_proto(message: worker_pb2.StepModel, field: str) -> StepModel:
     return StepModel(**weights, num_samples=message.num_samples)
 
 
-def _link_from_proto(message: worker_pb2.LinkModel, field: str) -> LinkModel:
+def _link_from_proto(message: worker_pb2.LinkModel | worker_pb2.TierReadModel, field: str) -> LinkModel:
     bytes_per_s = check_number(message.bytes_per_s, f"{field}.bytes_per_s", highest=math.inf)
     if bytes_per_s == 0:
         raise ValueError(f"{field}.bytes_per_s is 0")

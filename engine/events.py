@@ -143,6 +143,10 @@ class EngineLoad:
     num_window_pages: int = 0
     """Pages of layers with a window, or of recurrent layers' states."""
     num_promised_window_pages: int = 0
+    num_tier_blocks: int = 0
+    """Blocks in tiers, those that are in pages, too, included."""
+    max_tier_blocks: int = 0
+    """The most blocks that the tiers hold; 0: there is none."""
     drafts: tuple[DraftCounts, ...] = ()
     """Draft tokens since start, by their place in the draft."""
     measured_s: float

@@ -30,6 +30,8 @@ class RuntimeCollector(Collector):
             "kvrelay_kv_blocks": ("KV blocks in all", load.num_blocks),
             "kvrelay_window_pages": ("Pages of layers with a window, or of states", load.num_window_pages),
             "kvrelay_window_pages_promised": ("Those promised to sequences", load.num_promised_window_pages),
+            "kvrelay_tier_blocks": ("Blocks in tiers", load.num_tier_blocks),
+            "kvrelay_tier_blocks_max": ("The most blocks that tiers hold", load.max_tier_blocks),
             "kvrelay_sequences_running": ("Sequences in the running batch", load.num_running),
             "kvrelay_sequences_waiting": ("Sequences waiting", load.num_waiting),
             "kvrelay_reservations": ("Reservations that a transfer fills", load.num_reserved),

@@ -1,4 +1,4 @@
-"""Timing models that a worker fits to its own steps and pulls, and its prediction for the prompts in its queue."""
+"""Timing models that a worker fits to its own steps, pulls and reads from tiers, and its prediction for the prompts in its queue."""
 
 from collections.abc import Iterable, Mapping
 
@@ -112,7 +112,7 @@ class GapFit:
 
 
 class LinkFit:
-    """Fits the model of pulls over one link."""
+    """Fits the model of pulls over one link, or of reads from the worker's tiers."""
 
     def __init__(self, transport: int, memory_s: float = LINK_MEMORY_S) -> None:
         self.transport = transport
@@ -138,7 +138,7 @@ class LinkFit:
 
 
 class WorkerTiming:
-    """Learns from steps and pulls. Event loop only; O(1) per step, except for an occasional fit of about 1 ms."""
+    """Learns from steps, pulls and reads from tiers. Event loop only; O(1) per step, except for an occasional fit of about 1 ms."""
 
     def __init__(self, *, max_step_tokens: int, clock: Clock, floors: StepFloors | None = None) -> None:
         """`floors` give the first estimates; None: the device was not measured."""
@@ -151,6 +151,7 @@ class WorkerTiming:
         self._memories_s: dict[WorkerId, float] = {}
         """For peers whose links were forgotten: for how long at least the next one is kept."""
         self._any_link = LinkFit(0)
+        self._tier_read = LinkFit(0)
         self._max_step_tokens = max_step_tokens
         self.model = self._latest()
         self.version = 0
@@ -209,6 +210,11 @@ class WorkerTiming:
         if self._any_link.add(num_bytes, seconds, now_s=now_s) or is_new:
             self._renew()
 
+    def observe_tier_read(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a read from the worker's own tiers that waited for nothing but its bytes."""
+        if self._tier_read.add(num_bytes, seconds, now_s=self._clock.monotonic()):
+            self._renew()
+
     def forget_links(self) -> None:
         """Forget the links that had no pull for long; they are then predicted like this worker's others.
 
@@ -252,6 +258,7 @@ class WorkerTiming:
             gap=self._gap.model,
             max_step_tokens=self._max_step_tokens,
             links=links,
+            tier_read=self._tier_read.model if self._tier_read.model.num_samples else None,
         )
 
     def _renew(self) -> None:
@@ -270,9 +277,11 @@ class WorkerTiming:
             predictions[shape] = self.model.step_s(shape)
             if self.model.gap is not None:
                 predictions["gap", shape] = self.model.gap.seconds(shape)
-        for peer, link in self.model.links.items():
-            for num_bytes in _REFERENCE_BYTES:
+        for num_bytes in _REFERENCE_BYTES:
+            for peer, link in self.model.links.items():
                 predictions[peer, num_bytes] = link.seconds(num_bytes)
+            if self.model.tier_read is not None:
+                predictions["tier_read", num_bytes] = self.model.tier_read.seconds(num_bytes)
         # The first measurement is always a change.
         predictions["prefill"] = float(self.model.prefill.is_measured)
         predictions["decode"] = float(self.model.decode.is_measured)

@@ -119,6 +119,10 @@ class WorkerLoad:
     """Pages of layers with a window, or of recurrent layers' states; 0 where no layer has any."""
     num_promised_window_pages: int = 0
     """Those that are promised to sequences: when all are, others wait, or are refused."""
+    num_tier_blocks: int = 0
+    """Blocks in its tiers, those that are in pages, too, included."""
+    max_tier_blocks: int = 0
+    """The most blocks that its tiers hold; 0: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

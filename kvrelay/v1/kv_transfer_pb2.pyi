@@ -79,6 +79,7 @@ class OpenFetch(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     READABLE_DEVICES_FIELD_NUMBER: _builtins.int
+    HASH_ROOT_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     """The handoff. Empty: blocks of the cache are wanted, those named by block_hashes."""
     epoch: _builtins.int
@@ -95,6 +96,10 @@ class OpenFetch(_message.Message):
     """
     ticket: _builtins.str
     """The puller's right to what it asks for, as its own caller gave it."""
+    hash_root: _builtins.bytes
+    """Root of the hashes: the serving worker may read the blocks of this tenant from its tiers first. Empty: only what is
+    in pages.
+    """
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_worker_pb2.KvTransport.ValueType]:
         """Transports that the puller can use, best first."""
@@ -117,10 +122,11 @@ class OpenFetch(_message.Message):
         block_hashes: _builtins.bytes = ...,
         ticket: _builtins.str = ...,
         readable_devices: _abc.Iterable[_builtins.str] | None = ...,
+        hash_root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "readable_devices", b"readable_devices", "ticket", b"ticket", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "hash_root", b"hash_root", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "readable_devices", b"readable_devices", "ticket", b"ticket", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -206,6 +206,36 @@ class LinkModel(_message.Message):
 Global___LinkModel: _TypeAlias = LinkModel  # noqa: Y015
 
 @_typing.final
+class TierReadModel(_message.Message):
+    """Seconds to read KV from the worker's own tiers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    latency_s: _builtins.float
+    """Fixed time of any read."""
+    bytes_per_s: _builtins.float
+    """Rate of the bytes after that time."""
+    num_samples: _builtins.int
+    """Reads that it was fitted to."""
+    def __init__(
+        self,
+        *,
+        latency_s: _builtins.float = ...,
+        bytes_per_s: _builtins.float = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "latency_s", b"latency_s", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierReadModel: _TypeAlias = TierReadModel  # noqa: Y015
+
+@_typing.final
 class TimingReport(_message.Message):
     """How long this worker's work takes, as it has measured by itself."""
 
@@ -216,6 +246,7 @@ class TimingReport(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     GAP_FIELD_NUMBER: _builtins.int
+    TIER_READ_FIELD_NUMBER: _builtins.int
     max_step_tokens: _builtins.int
     """Token budget of one step."""
     @_builtins.property
@@ -236,6 +267,12 @@ class TimingReport(_message.Message):
         step may bring several.
         """
 
+    @_builtins.property
+    def tier_read(self) -> Global___TierReadModel:
+        """Seconds to read KV from its own tiers back into pages. Absent, or with a rate of 0: it has no tier, or has measured
+        none.
+        """
+
     def __init__(
         self,
         *,
@@ -244,10 +281,11 @@ class TimingReport(_message.Message):
         links: _abc.Iterable[Global___LinkModel] | None = ...,
         max_step_tokens: _builtins.int = ...,
         gap: Global___StepModel | None = ...,
+        tier_read: Global___TierReadModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "gap", b"gap", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "gap", b"gap", "prefill", b"prefill", "tier_read", b"tier_read"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "gap", b"gap", "links", b"links", "max_step_tokens", b"max_step_tokens", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "gap", b"gap", "links", b"links", "max_step_tokens", b"max_step_tokens", "prefill", b"prefill", "tier_read", b"tier_read"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,6 +462,8 @@ class LoadReport(_message.Message):
     NUM_FREE_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     NUM_PROMISED_WINDOW_PAGES_FIELD_NUMBER: _builtins.int
+    NUM_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the running batch."""
     num_waiting: _builtins.int
@@ -452,6 +492,10 @@ class LoadReport(_message.Message):
     """Pages of layers with a window, or of recurrent layers' states; 0: no layer has any."""
     num_promised_window_pages: _builtins.int
     """Those that are promised to sequences: when all are, others wait, or are refused."""
+    num_tier_blocks: _builtins.int
+    """Blocks in the worker's tiers, those that are in pages, too, included."""
+    max_tier_blocks: _builtins.int
+    """The most blocks that its tiers hold; 0: it has none."""
     def __init__(
         self,
         *,
@@ -469,10 +513,12 @@ class LoadReport(_message.Message):
         num_free_slots: _builtins.int | None = ...,
         num_window_pages: _builtins.int = ...,
         num_promised_window_pages: _builtins.int = ...,
+        num_tier_blocks: _builtins.int = ...,
+        max_tier_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_free_slots", b"num_free_slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_promised_window_pages", b"num_promised_window_pages", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_window_pages", b"num_window_pages", "prefill_backlog_s", b"prefill_backlog_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "max_tier_blocks", b"max_tier_blocks", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_promised_window_pages", b"num_promised_window_pages", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_tier_blocks", b"num_tier_blocks", "num_waiting", b"num_waiting", "num_window_pages", b"num_window_pages", "prefill_backlog_s", b"prefill_backlog_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_free_slots: _TypeAlias = _typing.Literal["num_free_slots"]  # noqa: Y015
     _WhichOneofArgType__num_free_slots: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots"]  # noqa: Y015

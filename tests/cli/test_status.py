@@ -28,7 +28,7 @@ def test_status_shows_router_and_workers(run: Run, address: str) -> None:
     prefill = next(line for line in result.stdout.splitlines() if line.startswith(" prefill-0"))
     cells = [cell.strip() for cell in prefill.split("│")]
     assert cells == [
-        *("prefill-0", "ready", "1", "2", "4", "9", "64", "3 of 12", "1", "0", "0", "0"),
+        *("prefill-0", "ready", "1", "2", "4", "9", "64", "3 of 12", "500 of 800", "1", "0", "0", "0"),
         *("30%", "80%", "0 B", "5.0 MiB", "75.00 s", "4242"),
     ]
     assert "decode-0" in result.stdout

@@ -85,6 +85,7 @@ def worker_view(worker_id: str, role: int, *, state: str = "ready") -> pb.Worker
     if state == "ready":
         load = worker_pb2.LoadReport(num_running=1, num_waiting=2, num_free_blocks=60, num_blocks=64)
         load.num_window_pages, load.num_promised_window_pages = 12, 3
+        load.num_tier_blocks, load.max_tier_blocks = 500, 800
         view.status.CopyFrom(
             worker_pb2.WorkerStatus(
                 load=load,

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from common.ids import WorkerId
+from common.timing import timing_from_proto, timing_to_proto
 from tests.clock import ManualClock
 from worker.timing import LINK_MEMORY_S, MAX_LINK_MEMORY_S, WorkerTiming
 
@@ -22,6 +23,26 @@ def test_link_learns_latency_and_bandwidth_of_a_peer_and_of_all() -> None:
     for peer in (PEER, WorkerId("never seen")):
         assert timing.model.pull_s(peer, 1 << 28) == pytest.approx(2e-3 + (1 << 28) / 3e9, rel=0.05)
         assert timing.model.pull_s(peer, 1 << 16) == pytest.approx(2e-3 + (1 << 16) / 3e9, rel=0.1)
+
+
+def test_rate_of_reads_from_tiers_is_learnt_beside_that_of_pulls_and_sent_to_routers() -> None:
+    timing = WorkerTiming(max_step_tokens=512, clock=ManualClock())
+    timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=0.001)
+    assert timing.model.tier_read is None
+    version, rng = timing.version, random.Random(0)
+    for _ in range(200):
+        num_bytes = rng.randint(1 << 16, 1 << 28)
+        timing.observe_tier_read(num_bytes, 1e-3 + num_bytes / 2e9)
+    assert timing.version > version, "routers are told"
+    assert timing.model.tier_read_s(1 << 28) == pytest.approx(1e-3 + (1 << 28) / 2e9, rel=0.05)
+    assert timing.model.tier_read_s(0) == 0
+    report = timing_to_proto(timing.model, timing.transports)
+    assert timing_from_proto(report) == timing.model
+    report.tier_read.bytes_per_s = 0
+    assert timing_from_proto(report).tier_read is None
+    report.tier_read.bytes_per_s = -1
+    with pytest.raises(ValueError, match=r"timing\.tier_read\.bytes_per_s"):
+        timing_from_proto(report)
 
 
 def test_link_model_starts_over_when_the_transport_changes() -> None:

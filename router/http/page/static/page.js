@@ -159,7 +159,8 @@ function workerRow(worker) {
   bars.setAttribute("aria-label", text);
   bars.setAttribute("role", "img");
   const pages = status.load.num_blocks, used = status.num_used_blocks / pages, cached = status.num_cached_blocks / pages;
-  const pagesText = `${status.num_used_blocks} used, ${status.num_cached_blocks} reusable of ${pages}`;
+  const pagesText = `${status.num_used_blocks} used, ${status.num_cached_blocks} reusable of ${pages}`
+    + (Number(status.load.max_tier_blocks) ? ` · ${status.load.num_tier_blocks} of ${status.load.max_tier_blocks} in tiers` : "");
   return row(
     worker.worker_id, state, status.load.num_running, status.load.num_waiting, batch ? batch.toFixed(1) : "–", bars,
     make("div", { text: pagesText }, meter([["used", 0, used], ["cached", used, cached]], pagesText)),
