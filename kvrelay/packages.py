@@ -16,6 +16,7 @@ PACKAGES = (
     "common",
     "decode_worker",
     "engine",
+    "kv_tiers",
     "kv_transfer",
     "measure",
     "prefill_worker",

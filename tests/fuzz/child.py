@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.fuzz.inputs import mutate, read_inputs
 
-_INSTRUMENTED = ("common", "router", "worker", "decode_worker", "prefill_worker", "kv_transfer", "engine")
+_INSTRUMENTED = ("common", "router", "worker", "decode_worker", "prefill_worker", "kv_tiers", "kv_transfer", "engine")
 _OPTIONS = ("-max_len=2048", "-timeout=600", "-rss_limit_mb=8192", "-report_slow_units=600", "-artifact_prefix=found-")
 _SLOWNESS = 10.0
 """Instrumented code takes at most about so many times as long."""

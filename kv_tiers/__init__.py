@@ -1,0 +1,1 @@
+"""KV that outlives its page: verified blocks in host memory and on disk."""

@@ -1,0 +1,230 @@
+"""One tier: slots over a medium, with the lock that `Tiers` shares, which is never held during I/O."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from common.ids import BlockHash, HashRoot
+from kv_tiers.faults import FaultKind, TierFault
+from kv_tiers.media import Medium
+from kv_tiers.slots import Slot, Slots
+
+_NOTED_SHARE = 8
+"""A use is remembered over a restart once a block's noted place in the order is off by this part of all slots: blocks
+that are used all the time are not written all the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCounts:
+    """State of one tier, and what has happened in it since the process began."""
+
+    blocks: int
+    capacity: int
+    """Most blocks."""
+    bytes: int
+    """Bytes of the blocks, without what is stored beside them."""
+    hits: int
+    misses: int
+    writes: int
+    evictions: int
+    dropped: Mapping[str, int]
+    """Blocks that were dropped or not kept, by kind of fault; `slow` counts reads and writes."""
+
+
+class Tally:
+    """Counters of one tier; they outlive a medium that is opened again. Under the lock."""
+
+    def __init__(self) -> None:
+        self.hits = self.misses = self.writes = self.evictions = 0
+        self.dropped: Counter[FaultKind] = Counter()
+
+
+class Tier:
+    """Blocks in one medium. Any thread; calls block for their I/O."""
+
+    def __init__(
+        self,
+        medium: Medium,
+        slots: Slots,
+        tally: Tally,
+        *,
+        lock: threading.Lock,
+        on_change: Callable[[BlockHash], None],
+        on_fault: Callable[[TierFault | None], None] = lambda fault: None,
+    ) -> None:
+        """`on_change` is called under the lock when a block has come or gone.
+
+        `on_fault` is called without the lock after each read and write, with None when it went well.
+        """
+        self.slots = slots
+        self.tally = tally
+        self._medium = medium
+        self._lock = lock
+        self._on_change = on_change
+        self._on_fault = on_fault
+        self._num_running = 0
+        self._is_retired = False
+
+    def put(self, block_hash: BlockHash, root: HashRoot, root_tag: bytes, data: memoryview) -> None:
+        """Write a block, unless it is here: then it is used."""
+        with self._running() as is_open:
+            if not is_open:
+                return
+            with self._lock:
+                is_here = block_hash in self.slots
+                slot = None if is_here else self._reserve(block_hash, root_tag)
+            if is_here:
+                self.touch([block_hash])
+            elif slot is not None:
+                self._write(slot, root, data)
+
+    def _reserve(self, block_hash: BlockHash, root_tag: bytes) -> Slot | None:
+        reserved = self.slots.reserve(block_hash, root_tag)
+        if reserved is None:
+            return None
+        slot, evicted = reserved
+        if evicted is not None:
+            self.tally.evictions += 1
+            self._on_change(evicted)
+        return slot
+
+    def _write(self, slot: Slot, root: HashRoot, data: memoryview) -> None:
+        fault = None
+        try:
+            slot.seal = self._medium.write(slot, root, data)
+        except TierFault as error:
+            fault = error
+        with self._lock:
+            must_erase = slot.is_leaving
+            if fault is not None:
+                self.tally.dropped[fault.kind] += 1
+                self.slots.abandon(slot)
+                if fault.kind is FaultKind.FULL:
+                    self.slots.shrink()
+            elif not self._is_retired:
+                self.tally.writes += 1
+                if self.slots.publish(slot):
+                    self._on_change(slot.block_hash)
+        if must_erase:
+            self._erase(slot)
+        self._on_fault(fault)
+
+    def get(self, block_hash: BlockHash, root: HashRoot, root_tag: bytes) -> bytes | None:
+        """Return a block of this root; None when it is not here, or not whole: then it is dropped."""
+        with self._running() as is_open:
+            with self._lock:
+                slot = self.slots.pin(block_hash, root_tag) if is_open else None
+                self.tally.misses += slot is None
+            return None if slot is None else self._read(slot, root)
+
+    def _read(self, slot: Slot, root: HashRoot) -> bytes | None:
+        data, fault = None, None
+        try:
+            data = self._medium.read(slot, root)
+        except TierFault as error:
+            fault = error
+        with self._lock:
+            self.tally.hits += fault is None
+            self.tally.misses += fault is not None
+            if fault is not None and self.slots.drop(slot):
+                self.tally.dropped[fault.kind] += 1
+                self._on_change(slot.block_hash)
+        self._unpin(slot)
+        self._on_fault(fault)
+        return data
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """Make blocks the most recently used ones; the first of them last."""
+        lag = self.slots.num_slots // _NOTED_SHARE
+        with self._running() as runs:
+            if not runs:
+                return
+            with self._lock:
+                touched = [slot for block_hash in reversed(hashes) if (slot := self.slots.touch(block_hash))]
+                behind = [slot for slot in touched if slot.used - slot.noted > lag]
+                for slot in behind:
+                    slot.noted = slot.used
+                    slot.pins += 1
+            fault = None
+            for slot in behind:
+                try:
+                    self._medium.note_use(slot)
+                except TierFault as error:
+                    fault = error
+                self._unpin(slot)
+        if behind:
+            self._on_fault(fault)
+
+    def forget(self, root_tag: bytes) -> tuple[int, bool]:
+        """Drop and overwrite a tenant's blocks; returns how many, and whether all could be overwritten.
+
+        A block that another thread reads or writes just now is overwritten by that thread.
+        """
+        with self._running() as is_open:
+            if not is_open:
+                return 0, True
+            with self._lock:
+                slots = self.slots.of_root(root_tag)
+                for slot in slots:
+                    if self.slots.drop(slot):
+                        self._on_change(slot.block_hash)
+                idle = [slot for slot in slots if self.slots.is_idle(slot)]
+            num_erased = sum(self._erase(slot) for slot in idle)
+        return len(slots), num_erased == len(idle)
+
+    def retire(self) -> None:
+        """Drop all blocks from the books, and close the medium once the last call has ended. Its bytes stay."""
+        with self._lock:
+            must_close = not self._is_retired and not self._num_running
+            self._is_retired = True
+            for block_hash in self.slots.clear():
+                self._on_change(block_hash)
+        if must_close:
+            self._medium.close()
+
+    def counts(self, block_bytes: int) -> TierCounts:
+        """Return the state. Under the lock."""
+        tally = self.tally
+        return TierCounts(
+            blocks=len(self.slots),
+            capacity=self.slots.limit,
+            bytes=len(self.slots) * block_bytes,
+            hits=tally.hits,
+            misses=tally.misses,
+            writes=tally.writes,
+            evictions=tally.evictions,
+            dropped={kind.value: count for kind, count in tally.dropped.items()},
+        )
+
+    def _unpin(self, slot: Slot) -> None:
+        with self._lock:
+            must_erase = self.slots.unpin(slot)
+        if must_erase:
+            self._erase(slot)
+
+    def _erase(self, slot: Slot) -> bool:
+        """Overwrite a slot and free it. Returns False when that failed: no block is put there any more."""
+        try:
+            self._medium.erase(slot)
+        except TierFault:
+            return False
+        with self._lock:
+            self.slots.free(slot)
+        return True
+
+    @contextmanager
+    def _running(self) -> Iterator[bool]:
+        """Keep the medium open for a call; yields False when the tier has been retired."""
+        with self._lock:
+            is_open = not self._is_retired
+            self._num_running += is_open
+        try:
+            yield is_open
+        finally:
+            with self._lock:
+                self._num_running -= is_open
+                must_close = is_open and self._is_retired and not self._num_running
+            if must_close:
+                self._medium.close()

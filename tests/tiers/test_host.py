@@ -1,0 +1,128 @@
+"""The host tier: what it returns, in which order blocks go, and what the router hears of it."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from common.ids import BlockHash, HashRoot
+from kv_tiers.tiers import Tiers, TierSettings
+
+BLOCK_BYTES = 64
+ROOT, OTHER = HashRoot(b"a" * 32), HashRoot(b"b" * 32)
+
+
+def hash_of(i: int) -> BlockHash:
+    return BlockHash(i.to_bytes(16, "little"))
+
+
+def data_of(i: int) -> memoryview:
+    return memoryview(i.to_bytes(8, "little") * (BLOCK_BYTES // 8))
+
+
+@pytest.fixture
+def tiers() -> Iterator[Tiers]:
+    """Four slots of host memory."""
+    opened = Tiers.open(
+        TierSettings(host_bytes=4 * BLOCK_BYTES, disk_bytes=0, path=None, fingerprint="f", block_bytes=BLOCK_BYTES)
+    )
+    yield opened
+    opened.close()
+
+
+def fill(tiers: Tiers, *numbers: int, root: HashRoot = ROOT) -> None:
+    for i in numbers:
+        tiers.put(hash_of(i), root, data_of(i))
+
+
+def held(tiers: Tiers) -> set[int]:
+    return {int.from_bytes(block_hash, "little") for block_hash in tiers.snapshot()}
+
+
+def test_block_comes_back_as_it_was_put(tiers: Tiers) -> None:
+    fill(tiers, 1, 2)
+    assert tiers.get(hash_of(1), ROOT) == data_of(1)
+    assert hash_of(1) in tiers and hash_of(3) not in tiers and len(tiers) == 2
+    assert tiers.get(hash_of(3), ROOT) is None
+
+
+def test_another_tenants_root_gets_no_block_and_drops_none(tiers: Tiers) -> None:
+    fill(tiers, 1)
+    assert tiers.get(hash_of(1), OTHER) is None
+    assert tiers.get(hash_of(1), ROOT) == data_of(1)
+
+
+def test_least_recently_used_block_goes_and_a_leaf_before_its_parent(tiers: Tiers) -> None:
+    fill(tiers, 1, 2, 3, 4)
+    tiers.touch([hash_of(1), hash_of(2)])  # 1 is the parent of 2
+    fill(tiers, 5, 6)
+    assert held(tiers) == {1, 2, 5, 6}
+    fill(tiers, 7)
+    assert held(tiers) == {1, 5, 6, 7}
+    fill(tiers, 1)  # is here already: a use
+    fill(tiers, 8, 9, 10)
+    assert held(tiers) == {1, 8, 9, 10}
+    counts = tiers.stats().tiers["host"]
+    assert (counts.blocks, counts.capacity, counts.writes, counts.evictions) == (4, 4, 10, 6)
+
+
+def test_changes_name_what_came_and_went_once(tiers: Tiers) -> None:
+    fill(tiers, 1, 2)
+    assert tiers.drain_changes() == {hash_of(1): True, hash_of(2): True}
+    assert tiers.drain_changes() == {}
+    fill(tiers, 3, 4, 5, 6, 7, 8, 9)  # 3, 4 and 5 have come and gone
+    assert tiers.drain_changes() == {hash_of(i): i > 2 for i in (1, 2, 6, 7, 8, 9)}
+
+
+def test_forgotten_tenant_has_no_block_and_others_keep_theirs(tiers: Tiers) -> None:
+    fill(tiers, 1, 2)
+    fill(tiers, 3, root=OTHER)
+    assert tiers.forget(ROOT) == 2
+    assert held(tiers) == {3}
+    fill(tiers, 4, 5, 6)
+    assert held(tiers) == {3, 4, 5, 6}, "their slots are used again"
+
+
+def test_block_of_a_wrong_size_is_refused(tiers: Tiers) -> None:
+    with pytest.raises(ValueError, match="63 bytes"):
+        tiers.put(hash_of(1), ROOT, data_of(1)[:-1])
+
+
+def test_closed_tiers_find_nothing_and_fail_at_nothing(tiers: Tiers) -> None:
+    fill(tiers, 1)
+    tiers.close()
+    fill(tiers, 2)
+    tiers.touch([hash_of(1)])
+    assert tiers.get(hash_of(1), ROOT) is None and tiers.forget(ROOT) == 0 and len(tiers) == 0
+
+
+def test_memory_that_cannot_be_had_is_an_alarm() -> None:
+    tiers = Tiers.open(TierSettings(host_bytes=1 << 62, disk_bytes=0, path=None, fingerprint="f", block_bytes=64))
+    fill(tiers, 1)
+    assert len(tiers) == 0
+    assert "cannot have a host tier" in tiers.stats().alarms[0]
+
+
+def test_threads_read_whole_blocks_while_others_evict_and_forget_them(tiers: Tiers) -> None:
+    wrong: list[int] = []
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> None:
+        start.wait()
+        for step in range(2000):
+            i = (step * 7 + seed) % 9
+            tiers.put(hash_of(i), ROOT, data_of(i))
+            got = tiers.get(hash_of(i), ROOT)
+            if got is not None and got != data_of(i):
+                wrong.append(i)
+            if step % 50 == seed:
+                tiers.forget(ROOT)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert wrong == [] and tiers.stats().tiers["host"].dropped == {}
+    assert len(tiers) <= 4
+    tiers.forget(ROOT)
+    fill(tiers, 1, 2, 3, 4)
+    assert held(tiers) == {1, 2, 3, 4}, "no slot is lost"
