@@ -29,6 +29,14 @@ class Medium(Protocol):
         """Overwrite a block. Raises TierFault."""
         ...
 
+    def sync(self) -> None:
+        """Wait until what was erased is erased on the device. Raises TierFault."""
+        ...
+
+    def remove(self) -> None:
+        """Remove everything, where something cannot be erased. Raises TierFault."""
+        ...
+
     def close(self) -> None:
         """Give back memory or files. Nothing else may be running."""
         ...
@@ -66,6 +74,12 @@ class HostMedium:
     def erase(self, slot: Slot) -> None:
         """See `Medium`."""
         self._at(slot)[:] = bytes(self._block_bytes)
+
+    def sync(self) -> None:
+        """See `Medium`."""
+
+    def remove(self) -> None:
+        """See `Medium`: erasing memory does not fail."""
 
     def close(self) -> None:
         """See `Medium`."""

@@ -33,6 +33,8 @@ class Slot:
     """Sequence number that the medium remembers."""
     pins: int = 0
     is_leaving: bool = False
+    is_forgotten: bool = False
+    """Whether its bytes must not stay, whatever it takes."""
 
 
 class Slots:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from common.clock import Clock
 from common.ids import BlockHash, HashRoot
 from kv_tiers.faults import FaultKind, TierFault
+from kv_tiers.health import SLOW_S
 from kv_tiers.media import Medium
 from kv_tiers.slots import Slot, Slots
 
@@ -40,30 +42,44 @@ class Tally:
         self.hits = self.misses = self.writes = self.evictions = 0
         self.dropped: Counter[FaultKind] = Counter()
 
+    def counts(self, slots: Slots, block_bytes: int) -> TierCounts:
+        """Return the counters and the state of these slots."""
+        return TierCounts(
+            blocks=len(slots),
+            capacity=slots.limit,
+            bytes=len(slots) * block_bytes,
+            hits=self.hits,
+            misses=self.misses,
+            writes=self.writes,
+            evictions=self.evictions,
+            dropped={kind.value: count for kind, count in self.dropped.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a tier shares with the others of its process."""
+
+    lock: threading.Lock
+    clock: Clock
+    tally: Tally
+    on_change: Callable[[BlockHash], None]
+    """Called under the lock when a block has come or gone."""
+    on_outcome: "Callable[[Tier, TierFault | None], None]"
+    """Called without the lock after a read or write, with None when it went well."""
+
 
 class Tier:
     """Blocks in one medium. Any thread; calls block for their I/O."""
 
-    def __init__(
-        self,
-        medium: Medium,
-        slots: Slots,
-        tally: Tally,
-        *,
-        lock: threading.Lock,
-        on_change: Callable[[BlockHash], None],
-        on_fault: Callable[[TierFault | None], None] = lambda fault: None,
-    ) -> None:
-        """`on_change` is called under the lock when a block has come or gone.
-
-        `on_fault` is called without the lock after each read and write, with None when it went well.
-        """
+    def __init__(self, medium: Medium, slots: Slots, surroundings: Surroundings) -> None:
         self.slots = slots
-        self.tally = tally
         self._medium = medium
-        self._lock = lock
-        self._on_change = on_change
-        self._on_fault = on_fault
+        self._lock = surroundings.lock
+        self._clock = surroundings.clock
+        self._tally = surroundings.tally
+        self._on_change = surroundings.on_change
+        self._on_outcome = surroundings.on_outcome
         self._num_running = 0
         self._is_retired = False
 
@@ -86,12 +102,12 @@ class Tier:
             return None
         slot, evicted = reserved
         if evicted is not None:
-            self.tally.evictions += 1
+            self._tally.evictions += 1
             self._on_change(evicted)
         return slot
 
     def _write(self, slot: Slot, root: HashRoot, data: memoryview) -> None:
-        fault = None
+        fault, begun_s = None, self._clock.monotonic()
         try:
             slot.seal = self._medium.write(slot, root, data)
         except TierFault as error:
@@ -99,40 +115,40 @@ class Tier:
         with self._lock:
             must_erase = slot.is_leaving
             if fault is not None:
-                self.tally.dropped[fault.kind] += 1
+                self._tally.dropped[fault.kind] += 1
                 self.slots.abandon(slot)
                 if fault.kind is FaultKind.FULL:
                     self.slots.shrink()
             elif not self._is_retired:
-                self.tally.writes += 1
+                self._tally.writes += 1
                 if self.slots.publish(slot):
                     self._on_change(slot.block_hash)
         if must_erase:
             self._erase(slot)
-        self._on_fault(fault)
+        self._end(fault, begun_s)
 
     def get(self, block_hash: BlockHash, root: HashRoot, root_tag: bytes) -> bytes | None:
         """Return a block of this root; None when it is not here, or not whole: then it is dropped."""
         with self._running() as is_open:
             with self._lock:
                 slot = self.slots.pin(block_hash, root_tag) if is_open else None
-                self.tally.misses += slot is None
+                self._tally.misses += slot is None
             return None if slot is None else self._read(slot, root)
 
     def _read(self, slot: Slot, root: HashRoot) -> bytes | None:
-        data, fault = None, None
+        data, fault, begun_s = None, None, self._clock.monotonic()
         try:
             data = self._medium.read(slot, root)
         except TierFault as error:
             fault = error
         with self._lock:
-            self.tally.hits += fault is None
-            self.tally.misses += fault is not None
+            self._tally.hits += fault is None
+            self._tally.misses += fault is not None
             if fault is not None and self.slots.drop(slot):
-                self.tally.dropped[fault.kind] += 1
+                self._tally.dropped[fault.kind] += 1
                 self._on_change(slot.block_hash)
         self._unpin(slot)
-        self._on_fault(fault)
+        self._end(fault, begun_s)
         return data
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
@@ -155,24 +171,27 @@ class Tier:
                     fault = error
                 self._unpin(slot)
         if behind:
-            self._on_fault(fault)
+            self._on_outcome(self, fault)
 
-    def forget(self, root_tag: bytes) -> tuple[int, bool]:
-        """Drop and overwrite a tenant's blocks; returns how many, and whether all could be overwritten.
+    def forget(self, root_tag: bytes) -> set[BlockHash]:
+        """Drop and overwrite a tenant's blocks, and return them.
 
-        A block that another thread reads or writes just now is overwritten by that thread.
+        A block that another thread reads or writes just now is overwritten by that thread. Where one cannot be
+        overwritten, all blocks of the tier are removed.
         """
         with self._running() as is_open:
             if not is_open:
-                return 0, True
+                return set()
             with self._lock:
                 slots = self.slots.of_root(root_tag)
                 for slot in slots:
+                    slot.is_forgotten = True
                     if self.slots.drop(slot):
                         self._on_change(slot.block_hash)
                 idle = [slot for slot in slots if self.slots.is_idle(slot)]
-            num_erased = sum(self._erase(slot) for slot in idle)
-        return len(slots), num_erased == len(idle)
+            if all(map(self._erase, idle)) and idle:
+                self._sync()
+        return {slot.block_hash for slot in slots}
 
     def retire(self) -> None:
         """Drop all blocks from the books, and close the medium once the last call has ended. Its bytes stay."""
@@ -184,20 +203,6 @@ class Tier:
         if must_close:
             self._medium.close()
 
-    def counts(self, block_bytes: int) -> TierCounts:
-        """Return the state. Under the lock."""
-        tally = self.tally
-        return TierCounts(
-            blocks=len(self.slots),
-            capacity=self.slots.limit,
-            bytes=len(self.slots) * block_bytes,
-            hits=tally.hits,
-            misses=tally.misses,
-            writes=tally.writes,
-            evictions=tally.evictions,
-            dropped={kind.value: count for kind, count in tally.dropped.items()},
-        )
-
     def _unpin(self, slot: Slot) -> None:
         with self._lock:
             must_erase = self.slots.unpin(slot)
@@ -208,11 +213,37 @@ class Tier:
         """Overwrite a slot and free it. Returns False when that failed: no block is put there any more."""
         try:
             self._medium.erase(slot)
-        except TierFault:
+        except TierFault as fault:
+            if slot.is_forgotten:
+                self._remove(fault)
             return False
         with self._lock:
             self.slots.free(slot)
         return True
+
+    def _sync(self) -> None:
+        try:
+            self._medium.sync()
+        except TierFault as fault:
+            self._remove(fault)
+
+    def _remove(self, fault: TierFault) -> None:
+        """Remove everything, since forgotten blocks cannot be overwritten."""
+        reason = f"forgotten blocks could not be overwritten ({fault}), so that all were removed"
+        try:
+            self._medium.remove()
+        except TierFault as error:
+            reason = f"forgotten blocks could not be overwritten ({fault}); remove them yourself: {error}"
+        self._on_outcome(self, TierFault(FaultKind.VANISHED, reason))
+
+    def _end(self, fault: TierFault | None, begun_s: float) -> None:
+        """Report how a read or write ended that began at a time."""
+        took_s = self._clock.monotonic() - begun_s
+        if fault is None and took_s > SLOW_S:
+            fault = TierFault(FaultKind.SLOW, f"a block took {took_s:.1f} s")
+            with self._lock:
+                self._tally.dropped[fault.kind] += 1
+        self._on_outcome(self, fault)
 
     @contextmanager
     def _running(self) -> Iterator[bool]:

@@ -15,11 +15,16 @@ from functools import partial
 from pathlib import Path
 
 from common.block_hash import HASH_BYTES, ROOT_BYTES
+from common.clock import Clock, SystemClock
 from common.ids import BlockHash, HashRoot
 from common.trust.sealing import root_tag
+from kv_tiers import disk
+from kv_tiers.faults import TierFault
+from kv_tiers.files import Files, OsFiles
+from kv_tiers.health import Health
 from kv_tiers.media import HostMedium
 from kv_tiers.slots import Slots
-from kv_tiers.tier import Tally, Tier, TierCounts
+from kv_tiers.tier import Surroundings, Tally, Tier, TierCounts
 
 logger = logging.getLogger(__name__)
 
@@ -56,21 +61,32 @@ class TierStats:
 class Tiers:
     """Verified blocks. Any thread; calls block for their I/O, and one lock keeps the books, never during I/O."""
 
-    def __init__(self, settings: TierSettings) -> None:
+    def __init__(self, settings: TierSettings, *, files: Files, clock: Clock) -> None:
         self._settings = settings
+        self._files = files
+        self._clock = clock
         self._lock = threading.Lock()
         self._tallies = {HOST: Tally(), DISK: Tally()}
         self._open: dict[str, Tier] = {}
         """Tiers by name, the fastest first."""
-        self._alarms: dict[str, str] = {}
+        self._host_alarm: str | None = None
+        self._health = Health(clock)
+        self._is_closed = False
+        self._to_forget: set[bytes] = set()
+        """Root tags of blocks that may still be on a disk that is off."""
+        self._geometry = disk.Geometry.of(
+            disk_bytes=settings.disk_bytes, block_bytes=settings.block_bytes, fingerprint=settings.fingerprint
+        )
         self._changed: set[BlockHash] = set()
         """Blocks that are in some tier now and were in none at the last drain, or the other way round."""
 
     @classmethod
-    def open(cls, settings: TierSettings) -> "Tiers":
+    def open(cls, settings: TierSettings, *, files: Files | None = None, clock: Clock | None = None) -> "Tiers":
         """Return the tiers, with the blocks that a predecessor left on disk. What cannot be used is an alarm."""
-        tiers = cls(settings)
+        tiers = cls(settings, files=files or OsFiles(), clock=clock or SystemClock())
         tiers._open_host()
+        if settings.path is not None and settings.disk_bytes:
+            tiers._open_disk(settings.path)
         return tiers
 
     def __contains__(self, block_hash: BlockHash) -> bool:
@@ -88,6 +104,7 @@ class Tiers:
         data = data.cast("B")
         if (len(block_hash), len(root), len(data)) != (HASH_BYTES, ROOT_BYTES, self._settings.block_bytes):
             raise ValueError(f"cannot put a block of {len(data)} bytes: it has {self._settings.block_bytes}")
+        self._retry_disk()
         tag = root_tag(root)
         for tier in self._all():
             tier.put(block_hash, root, tag, data)
@@ -114,9 +131,13 @@ class Tiers:
         """Drop a tenant's blocks from every tier and overwrite them; returns how many blocks there were."""
         tag = root_tag(root)
         with self._lock:
-            hashes = {slot.block_hash for tier in self._open.values() for slot in tier.slots.of_root(tag)}
-        for tier in self._all():
-            tier.forget(tag)
+            self._to_forget.add(tag)
+        hashes = set().union(*(tier.forget(tag) for tier in self._all()))
+        if self._settings.path is not None:
+            hashes |= disk.forget_unused(self._settings.path, self._geometry, self._files, tag)
+        with self._lock:
+            if DISK in self._open or not self._settings.disk_bytes:
+                self._to_forget.discard(tag)
         return len(hashes)
 
     def drain_changes(self) -> dict[BlockHash, bool]:
@@ -132,12 +153,19 @@ class Tiers:
 
     def stats(self) -> TierStats:
         """Return sizes, counters and alarms."""
+        sizes = {HOST: self._settings.host_bytes, DISK: self._settings.disk_bytes}
         with self._lock:
-            counts = {name: tier.counts(self._settings.block_bytes) for name, tier in self._open.items()}
-            return TierStats(tiers=counts, alarms=tuple(self._alarms.values()))
+            counts = {}
+            for name in (name for name, size in sizes.items() if size):
+                slots = self._open[name].slots if name in self._open else Slots(0)
+                counts[name] = self._tallies[name].counts(slots, self._settings.block_bytes)
+            alarms = tuple(alarm for alarm in (self._host_alarm, self._health.alarm) if alarm is not None)
+        return TierStats(tiers=counts, alarms=alarms)
 
     def close(self) -> None:
         """Give back memory and files; blocks on disk stay there. Later calls find nothing."""
+        with self._lock:
+            self._is_closed = True
         for tier in self._all():
             tier.retire()
 
@@ -153,6 +181,15 @@ class Tiers:
         if not any(block_hash in tier.slots for other, tier in self._open.items() if other != name):
             self._changed ^= {block_hash}
 
+    def _surroundings(self, name: str) -> Surroundings:
+        return Surroundings(
+            lock=self._lock,
+            clock=self._clock,
+            tally=self._tallies[name],
+            on_change=partial(self._flip, name),
+            on_outcome=self._note_outcome,
+        )
+
     def _open_host(self) -> None:
         num_slots = self._settings.host_bytes // self._settings.block_bytes
         if not num_slots:
@@ -160,9 +197,63 @@ class Tiers:
         try:
             medium = HostMedium(num_slots, self._settings.block_bytes)
         except (OSError, ValueError, OverflowError) as error:
-            self._alarms[HOST] = f"cannot have a host tier of {self._settings.host_bytes} bytes: {error}"
-            logger.warning("%s", self._alarms[HOST])
+            self._host_alarm = f"cannot have a host tier of {self._settings.host_bytes} bytes: {error}"
+            logger.warning("%s", self._host_alarm)
             return
-        self._open[HOST] = Tier(
-            medium, Slots(num_slots), self._tallies[HOST], lock=self._lock, on_change=partial(self._flip, HOST)
-        )
+        self._open[HOST] = Tier(medium, Slots(num_slots), self._surroundings(HOST))
+
+    def _open_disk(self, path: Path) -> None:
+        """Open the disk tier, or raise the alarm."""
+        try:
+            store = disk.open_store(path, self._geometry, self._files)
+        except (OSError, TierFault) as error:
+            with self._lock:
+                self._health.turn_off(error)
+            return
+        tier = Tier(store.medium, Slots(self._geometry.num_slots), self._surroundings(DISK))
+        applied: set[bytes] = set()
+        while (late := self._to_forget - applied) or not self._install(tier, store, applied):
+            store.forget(late)
+            applied |= late
+
+    def _install(self, tier: Tier, store: "disk.Store", forgotten: set[bytes]) -> bool:
+        """Begin to use a tier; returns False when more blocks were to be forgotten meanwhile."""
+        with self._lock:
+            if self._to_forget - forgotten:
+                return False
+            tier.slots.restore(store.slots)
+            self._tallies[DISK].dropped += store.dropped
+            self._health.clear()
+            self._to_forget.clear()
+            self._open[DISK] = tier
+            for slot in store.slots:
+                self._flip(DISK, slot.block_hash)
+            is_closed = self._is_closed
+        if is_closed:
+            tier.retire()
+        return True
+
+    def _retry_disk(self) -> None:
+        """Try again what failed a while ago: a disk that was off, or one that was full."""
+        with self._lock:
+            path = self._settings.path
+            if path is None or self._is_closed or not self._health.begin_retry():
+                return
+            tier = self._open.get(DISK)
+            if tier is not None:
+                tier.slots.limit = tier.slots.num_slots
+                self._health.clear()
+                return
+        self._open_disk(path)
+
+    def _note_outcome(self, tier: Tier, fault: TierFault | None) -> None:
+        """Turn the disk tier off when it is not worth asking. Its blocks stay where they are."""
+        with self._lock:
+            must_end = self._open.get(DISK) is tier and self._health.note(fault)
+        if must_end:
+            assert fault is not None
+            tier.retire()
+            with self._lock:
+                if self._open.get(DISK) is tier:
+                    del self._open[DISK]
+                    self._health.turn_off(fault)

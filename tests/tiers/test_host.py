@@ -6,38 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from common.ids import BlockHash, HashRoot
-from kv_tiers.tiers import Tiers, TierSettings
-
-BLOCK_BYTES = 64
-ROOT, OTHER = HashRoot(b"a" * 32), HashRoot(b"b" * 32)
-
-
-def hash_of(i: int) -> BlockHash:
-    return BlockHash(i.to_bytes(16, "little"))
-
-
-def data_of(i: int) -> memoryview:
-    return memoryview(i.to_bytes(8, "little") * (BLOCK_BYTES // 8))
+from kv_tiers.tiers import Tiers
+from tests.tiers.blocks import OTHER, ROOT, data_of, fill, hash_of, held, settings
 
 
 @pytest.fixture
 def tiers() -> Iterator[Tiers]:
     """Four slots of host memory."""
-    opened = Tiers.open(
-        TierSettings(host_bytes=4 * BLOCK_BYTES, disk_bytes=0, path=None, fingerprint="f", block_bytes=BLOCK_BYTES)
-    )
+    opened = Tiers.open(settings(host=4))
     yield opened
     opened.close()
-
-
-def fill(tiers: Tiers, *numbers: int, root: HashRoot = ROOT) -> None:
-    for i in numbers:
-        tiers.put(hash_of(i), root, data_of(i))
-
-
-def held(tiers: Tiers) -> set[int]:
-    return {int.from_bytes(block_hash, "little") for block_hash in tiers.snapshot()}
 
 
 def test_block_comes_back_as_it_was_put(tiers: Tiers) -> None:
@@ -98,7 +76,7 @@ def test_closed_tiers_find_nothing_and_fail_at_nothing(tiers: Tiers) -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_alarm() -> None:
-    tiers = Tiers.open(TierSettings(host_bytes=1 << 62, disk_bytes=0, path=None, fingerprint="f", block_bytes=64))
+    tiers = Tiers.open(settings(host=1 << 56))
     fill(tiers, 1)
     assert len(tiers) == 0
     assert "cannot have a host tier" in tiers.stats().alarms[0]

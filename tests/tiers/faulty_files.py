@@ -1,0 +1,52 @@
+"""Files that fail as told."""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+from kv_tiers.files import OsFiles
+
+
+class Killed(BaseException):
+    """The process ends here, as after SIGKILL: nothing of it runs any more."""
+
+
+class FaultyFiles(OsFiles):
+    """The system's files; `before_write` and `before_read` may raise, or say how many bytes are moved at most."""
+
+    def __init__(self) -> None:
+        self.before_write: Callable[[Path], int | None] = lambda path: None
+        self.before_read: Callable[[Path], int | None] = lambda path: None
+        self._paths: dict[int, Path] = {}
+
+    def open(self, path: Path) -> int:
+        fd = super().open(path)
+        self._paths[fd] = path
+        return fd
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        most = self.before_read(self._paths[fd])
+        return super().read(fd, into[:most], offset)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        most = self.before_write(self._paths[fd])
+        return super().write(fd, data[:most], offset)
+
+    def kill(self) -> None:
+        """End all locks, as the kernel does."""
+        for fd in self._paths:
+            try:
+                super().close(fd)
+            except OSError as error:
+                assert error.errno == errno.EBADF
+        self._paths.clear()
+
+
+def failing(code: int, *names: str) -> Callable[[Path], None]:
+    """Return a hook that fails for files of these names, or for all."""
+
+    def fail(path: Path) -> None:
+        if not names or path.name in names:
+            raise OSError(code, "injected")
+
+    return fail

@@ -1,0 +1,74 @@
+"""A tenant's blocks on disk can be forgotten: overwritten, also where a process that has ended left them."""
+
+import errno
+from pathlib import Path
+
+from kv_tiers.health import RETRY_S
+from kv_tiers.records import RECORD_BYTES
+from kv_tiers.tiers import Tiers
+from tests.clock import ManualClock
+from tests.tiers.blocks import OTHER, ROOT, SLOT_BYTES, fill, held, on_disk, readable, settings
+from tests.tiers.faulty_files import FaultyFiles, failing
+
+
+def is_blank(path: Path, n: int, slot: int) -> bool:
+    """Return whether a slot and its record are zeros."""
+    (store,) = path.iterdir()
+    index, blocks = ((store / str(n) / name).read_bytes() for name in ("index", "blocks"))
+    record, block = (
+        content[slot * size : (slot + 1) * size] for content, size in ((index, RECORD_BYTES), (blocks, SLOT_BYTES))
+    )
+    return not any(record) and not any(block)
+
+
+def test_forgotten_blocks_are_overwritten_and_others_stay(tmp_path: Path) -> None:
+    tiers = Tiers.open(settings(host=2, disk=4, path=tmp_path))
+    fill(tiers, 1, 2)
+    fill(tiers, 3, root=OTHER)
+    assert tiers.forget(ROOT) == 2
+    assert held(tiers) == {3} and readable(tiers, [3], OTHER) == {3}
+    assert [is_blank(tmp_path, 0, slot) for slot in range(4)] == [True, True, False, True]
+    fill(tiers, 4, 5, 6)
+    assert held(tiers) == {3, 4, 5, 6}
+    tiers.close()
+
+
+def test_blocks_that_an_ended_process_left_are_forgotten_too(tmp_path: Path) -> None:
+    first, second = on_disk(tmp_path), on_disk(tmp_path)
+    fill(first, 1)
+    fill(second, 2, 3)
+    second.close()
+    assert first.forget(ROOT) == 3
+    assert is_blank(tmp_path, 1, 0) and is_blank(tmp_path, 1, 1)
+    first.close()
+
+
+def test_blocks_forgotten_while_the_disk_was_off_do_not_come_back(tmp_path: Path) -> None:
+    files, clock = FaultyFiles(), ManualClock()
+    tiers = on_disk(tmp_path, 40, files, clock)
+    fill(tiers, *range(20))
+    files.before_write = failing(errno.EIO)
+    fill(tiers, *range(20, 30))
+    assert "is off" in tiers.stats().alarms[0]
+    files.before_read = failing(errno.EIO)
+    tiers.forget(ROOT)
+    files.before_write = files.before_read = lambda path: None
+    clock.advance(RETRY_S)
+    fill(tiers, 50)
+    assert held(tiers) == {50}
+    tiers.close()
+
+
+def test_what_cannot_be_overwritten_is_removed_with_everything(tmp_path: Path) -> None:
+    files, clock = FaultyFiles(), ManualClock()
+    tiers = on_disk(tmp_path, files=files, clock=clock)
+    fill(tiers, 1, 2)
+    fill(tiers, 3, root=OTHER)
+    files.before_write = failing(errno.EIO, "blocks")
+    assert tiers.forget(ROOT) == 2
+    assert "all were removed" in tiers.stats().alarms[0]
+    files.before_write = lambda path: None
+    clock.advance(RETRY_S)
+    fill(tiers, 4)
+    assert held(tiers) == {4}
+    tiers.close()
