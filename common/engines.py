@@ -30,6 +30,8 @@ class Capabilities:
     """embeddings"""
     prefix_pulls: str
     """prefixes pulled from other workers, hot ones also when a worker leaves or is new"""
+    tiers: str
+    """[`tiers`](tiers.md): cached blocks in host memory and on disk"""
     speculation: str
     """`model.speculation`"""
     quantization: str
@@ -58,6 +60,7 @@ ENGINES: dict[str, Capabilities] = {
         beams=YES,
         embeddings=YES,
         prefix_pulls=YES,
+        tiers="[without window pages](tiers.md#limits)",
         speculation="with compiled CPU kernels",
         quantization=YES,
         kv_dtype=YES,
@@ -75,6 +78,7 @@ ENGINES: dict[str, Capabilities] = {
         beams=NO,
         embeddings=NO,
         prefix_pulls="[yes](#limits)",
+        tiers=NO,
         speculation=NO,
         quantization=NO,
         kv_dtype=NO,
@@ -92,6 +96,7 @@ ENGINES: dict[str, Capabilities] = {
         beams=YES,
         embeddings=YES,
         prefix_pulls=YES,
+        tiers=YES,
         speculation=YES,
         quantization="not used",
         kv_dtype="not used",

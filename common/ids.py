@@ -14,6 +14,8 @@ BlockHash = NewType("BlockHash", bytes)
 """A chained hash of 16 bytes; see common.block_hash."""
 HashRoot = NewType("HashRoot", bytes)
 """The first link of a chain of block hashes, 32 bytes."""
+NO_ROOT = HashRoot(b"")
+"""In the place of a root that is not known."""
 BlockId = NewType("BlockId", int)
 """Index of a page in one worker's pool."""
 

@@ -117,8 +117,8 @@ class DecodeCall:
         """Queue a request that is computed here; leading blocks are pulled first if the router names a source."""
         runtime = self._runtime
         with runtime.prefill_gate.entering(request.sequence), runtime.prefixes.arrival() as arrival:
-            if request.HasField("source"):
-                await runtime.prefixes.pull(arrival, spec, request.source, self._stages)
+            source = request.source if request.HasField("source") else None
+            await runtime.prefixes.fetch(arrival, spec, source, self._stages)
             self._stages.enter("queue")
             return await runtime.admit(lambda core: core.add(spec, self._sink, arrival.landing))
 

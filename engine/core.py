@@ -21,6 +21,7 @@ So plans are made before the tokens of one step are known; these are *pending*. 
 """
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -223,6 +224,13 @@ class EngineCore:
         """Return all blocks of the prefix cache."""
         return self.pool.snapshot()
 
+    def report_published(self) -> "array[int] | None":
+        """Report published blocks from now on; returns the lives of the pages. None: blocks have window pages, too."""
+        if self.pool.windows is not None:
+            return None
+        self.scheduler.pages.published = []
+        return self.pool.lives
+
     def change_limits(self, limits: SchedulerLimits) -> None:
         """Take the limits of another pool."""
         self.scheduler.change_limits(limits)
@@ -239,8 +247,16 @@ class EngineCore:
         """Return the load and the changes since the last report."""
         accepted = tuple(self._accepted)
         self._accepted.clear()
+        pages = self.scheduler.pages
+        published = tuple(pages.published or ())
+        if published:
+            pages.published = []
         return StepReport(
-            kv_events=self.pool.drain_events(), load=self.load(), samples=self._timer.drain(), accepted=accepted
+            kv_events=self.pool.drain_events(),
+            load=self.load(),
+            samples=self._timer.drain(),
+            accepted=accepted,
+            published=published,
         )
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@ from common.timing import StepShape
 from common.wire_names import FinishReason
 from engine.beams import BeamSnapshot
 from engine.executor import Hidden, Logprobs
+from engine.published import PublishedBlock
 from engine.window_ids import NO_WINDOWS, WindowIds
 
 
@@ -185,3 +186,5 @@ class StepReport:
     """Steps that ended."""
     accepted: tuple[RequestId, ...] = ()
     """Requests that entered; `load` includes them for the first time."""
+    published: tuple[PublishedBlock, ...] = ()
+    """Blocks to keep outside the pages, too; see `Engine.report_published`."""

@@ -4,6 +4,7 @@
 engine. Both take a request in the same states, and answer with the same events.
 """
 
+from array import array
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -147,6 +148,14 @@ class Engine(Protocol):
 
     def snapshot(self) -> KvEvents:
         """Return all reusable blocks."""
+        ...
+
+    def report_published(self) -> "array[int] | None":
+        """Report published blocks from now on (`StepReport.published`), for holders outside the pages.
+
+        Returns the lives of the pages (`engine.published`), which any thread may read. None: no blocks can be
+        copied out of the pages.
+        """
         ...
 
     def hot_prefixes(self, max_blocks: int) -> list[PrefixChain]:

@@ -8,7 +8,7 @@ pinned between two engine steps, and then served as a complete handoff.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import grpc
 
 from common.block_hash import HASH_BYTES, BlockHashes
 from common.errors import HandoffGone, InvalidRequest, LayoutMismatch, Overloaded, StaleEpoch
-from common.ids import BlockId, Epoch, HandoffId, WorkerId
+from common.ids import BlockId, Epoch, HandoffId, HashRoot, WorkerId
 from common.rpc import error_boundary
 from common.trust.credentials import Credentials
 from common.trust.guard import caller
@@ -33,6 +33,8 @@ from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
 logger = logging.getLogger(__name__)
 
+Load = Callable[[BlockHashes, HashRoot], AbstractAsyncContextManager[None]]
+"""Holds, during a block, what tiers have of some blocks in pages."""
 CheckPull = Callable[[WorkerId, pb.OpenFetch], None]
 """Checks the first message of a puller; takes the serving worker, too. Raises AccessDenied."""
 
@@ -47,6 +49,7 @@ class ServeSettings:
     transports: WorkerTransports
     lease_ttl_s: float
     check_pull: CheckPull
+    load: Load = lambda _hashes, _root: nullcontext()
 
 
 class _Puller(NamedTuple):
@@ -110,7 +113,8 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         if engine is None:
             raise InvalidRequest("is empty, and there are no cached blocks here; name a handoff", field="handoff_id")
         hashes = self._hashes(opened)
-        pinned = await engine.pin(hashes)
+        async with self._settings.load(hashes, HashRoot(opened.hash_root)):
+            pinned = await engine.pin(hashes)
 
         def unpin() -> None:
             engine.post(lambda core: core.landings.unpin(pinned))

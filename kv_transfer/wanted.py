@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from common.block_hash import BlockHashes, PrefixTokens
 from common.errors import KvIncomplete
-from common.ids import BlockHash, HandoffId, HashRoot
+from common.ids import NO_ROOT, BlockHash, HandoffId, HashRoot
 from common.tokens import TOKEN_BYTES, tokens_from_bytes
 from kv_transfer.handoff import FirstToken, HandoffManifest
 from kvrelay.v1 import kv_transfer_pb2 as pb
@@ -58,13 +58,15 @@ class WantedBlocks:
     hashes: BlockHashes
     """From the first block of the prompt on, including those that are here already."""
     block_size: int
+    root: HashRoot = NO_ROOT
+    """Root of the hashes; empty when it is not known: then the peer reads nothing from its tiers."""
 
     def __str__(self) -> str:  # never the hashes: they are a right to fetch what they name
         return f"{len(self.hashes)} cached blocks"
 
     def ask(self, opened: pb.OpenFetch) -> None:
         """Name in `opened` what is wanted."""
-        opened.block_hashes = self.hashes.packed
+        opened.block_hashes, opened.hash_root = self.hashes.packed, self.root
 
     def verify(self, manifest: pb.Manifest, missing: AbstractSet[int]) -> HandoffManifest:
         """Return the manifest, whose num_blocks leading blocks are all here now. Raises KvIncomplete."""

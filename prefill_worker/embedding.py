@@ -41,8 +41,7 @@ async def embed(
     """Answer a call; closes `entering` once the engine has the request. Raises KvrelayError."""
     events: asyncio.Queue[EngineEvent] = asyncio.Queue()  # at most two entries
     with runtime.prefixes.arrival() as arrival:
-        if source is not None:
-            await runtime.prefixes.pull(arrival, spec, source, stages)
+        await runtime.prefixes.fetch(arrival, spec, source, stages)
         stages.enter("queue")
         group = await runtime.admit(lambda core: core.add(spec, events.put_nowait, arrival.landing))
     entering.close()

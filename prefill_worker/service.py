@@ -84,8 +84,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         handoff = runtime.handoffs.begin(handoff_id, cancel_granted)
         try:
             with runtime.prefixes.arrival() as arrival:
-                if source is not None:
-                    await _unless_aborted(handoff, runtime.prefixes.pull(arrival, spec, source, stages))
+                await _unless_aborted(handoff, runtime.prefixes.fetch(arrival, spec, source, stages))
                 stages.enter("queue")
                 group = await runtime.admit(
                     lambda core: core.add_prefill_only(spec, events.put_nowait, arrival.landing)

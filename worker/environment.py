@@ -15,6 +15,7 @@ from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from engine.thread import DriverFactory, EngineThread
+from kv_tiers.tiers import Tiers
 from kv_transfer.serve import CheckPull, check_by
 
 _WINDOW_S = 60.0
@@ -75,6 +76,8 @@ class Environment:
     """Checks another worker's right to a pull."""
     host_cores: HostCores | None = None
     """The host's idle cores; None where there is no real host."""
+    tiers: Tiers | None = None
+    """Cached blocks outside the pages; None: there are no tiers."""
 
     @classmethod
     def real(cls, credentials: Credentials) -> "Environment":

@@ -12,6 +12,7 @@ from common.wire_names import ROLE_NAMES, TRANSPORT_NAMES
 from worker.prefix_pull import PullOutcome
 from worker.recent_steps import WINDOWS_S
 from worker.runtime import WorkerRuntime
+from worker.worker_tiers import WorkerTiers
 
 
 class RuntimeCollector(Collector):
@@ -89,6 +90,34 @@ class RuntimeCollector(Collector):
         for outcome in PullOutcome:
             pulls.add_metric([*labels, outcome.value], runtime.prefixes.outcomes[outcome])
         yield pulls
+        if runtime.tiers is not None:
+            yield from self._tiers(runtime.tiers, labels)
+
+    def _tiers(self, tiers: WorkerTiers, labels: list[str]) -> Iterator[Metric]:
+        reads = CounterMetricFamily(
+            "kvrelay_tier_reads", "Reads of a prompt's blocks from tiers", labels=["worker", "role", "outcome"]
+        )
+        for outcome in PullOutcome:
+            reads.add_metric([*labels, outcome.value], self._runtime.prefixes.tier_outcomes[outcome])
+        yield reads
+        missed = CounterMetricFamily(
+            "kvrelay_tier_missed", "Blocks that left their page before they were copied", labels=["worker", "role"]
+        )
+        missed.add_metric(labels, tiers.num_missed)
+        yield missed
+        blocks = CounterMetricFamily(
+            "kvrelay_tier_events", "What happened to blocks of a tier", labels=["worker", "role", "tier", "event"]
+        )
+        for name, counts in tiers.tiers.stats().tiers.items():
+            events = {
+                "hit": counts.hits,
+                "miss": counts.misses,
+                "write": counts.writes,
+                "eviction": counts.evictions,
+            }
+            for event, count in (events | dict(counts.dropped)).items():
+                blocks.add_metric([*labels, name, event], count)
+        yield blocks
 
     def _walls(self, labels: list[str]) -> Metric:
         covered_s, totals = self._runtime.recent_steps.over(WINDOWS_S[0])

@@ -1,8 +1,10 @@
-"""Pulls leading blocks of a prompt from another worker's cache, most often before a request enters the engine.
+"""Fetches leading blocks of a prompt: from this worker's tiers, then from another worker's cache.
+
+Most often that is before a request enters the engine.
 
 1. Between two engine steps the request takes its place in the queue, and missing blocks of the prefix get pages if
    there is room. If another request is pulling the same prefix, this one waits, and then pulls what is still missing.
-2. The source pins the blocks that it has and sends them (`KvPuller`).
+2. The tiers are read (`worker_tiers.py`), or the source pins the blocks that it has and sends them (`KvPuller`).
 3. Verified blocks are published in the prefix cache. The request enters at its place and finds them there.
 
 A pull never fails its request: when it fails, or takes longer than computing would, it is counted by reason, the source
@@ -17,13 +19,14 @@ import asyncio
 import enum
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from common.block_hash import BlockHashes, num_usable_blocks
 from common.errors import KvCorrupt, KvIncomplete, KvrelayError, LayoutMismatch, Refused, StaleEpoch, WorkerLost
-from common.ids import BlockHash, Epoch, WorkerId
+from common.ids import NO_ROOT, BlockHash, Epoch, HashRoot, WorkerId
 from common.pooling import Pooling
 from common.prefix_chains import PrefixChain
 from common.tracing import Stages
@@ -35,6 +38,7 @@ from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.wanted import WantedBlocks
 from kvrelay.v1 import sequence_pb2
 from worker.peers import PeerChannels
+from worker.worker_tiers import WorkerTiers
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ class PullOutcome(enum.Enum):
     PRESENT = "present"
     """All blocks were here, or came with another request's pull."""
     EVICTED = "evicted"
-    """The source had no block that was missing here."""
+    """The source, or the tiers, had no block that was missing here."""
     NO_ROOM = "no_room"
     TIMEOUT = "timeout"
     """Computing would have been faster."""
@@ -81,6 +85,8 @@ class PullResult:
 
 Reserve = Callable[[Engine, Landing], Refused | None]
 """Holds the cached blocks of a landing, and gets pages for the others. Engine thread."""
+Fetch = Callable[[Landing], Awaitable[PullOutcome]]
+"""Fills the pages of a landing from some place, and publishes what is whole."""
 
 
 @dataclass(slots=True)
@@ -112,12 +118,17 @@ class PrefixPuller:
         peers: PeerChannels,
         block_size: int,
         prefill_s: Callable[[int, int], float],
+        tiers: WorkerTiers | None = None,
     ) -> None:
         self.outcomes: Counter[PullOutcome] = Counter()
+        """Of pulls from other workers."""
+        self.tier_outcomes: Counter[PullOutcome] = Counter()
+        """Of reads from this worker's tiers."""
         self._engine = engine
         self._puller = puller
         self._peers = peers
         self._block_size = block_size
+        self._tiers = tiers
         self._prefill_s = prefill_s
         """Predicts the seconds to compute some tokens behind some cached ones."""
         self._running: dict[BlockHash, asyncio.Event] = {}
@@ -138,29 +149,61 @@ class PrefixPuller:
             if arrival.landing is not None:
                 self._release(arrival.landing)
 
-    async def pull(
-        self, arrival: PullingRequest, request: EngineRequest, source: sequence_pb2.KvSource, stages: Stages
+    async def fetch(
+        self,
+        arrival: PullingRequest,
+        request: EngineRequest,
+        source: sequence_pb2.KvSource | None,
+        stages: Stages,
     ) -> None:
-        """Pull the source's blocks that are missing here into the cache, if that can be done in time."""
-        num_usable = num_usable_blocks(len(request.prompt_token_ids) + len(request.output_token_ids), self._block_size)
-        hashes = request.block_hashes[: min(num_usable, source.num_blocks)]
+        """Bring blocks that are missing here into the cache, if that can be done in time: from tiers, then a source."""
         needs_all = request.sampling.num_prompt_logprobs is not None or request.pooling is Pooling.MEAN
-        if needs_all or not hashes:
+        if needs_all or (source is None and self._tiers is None):
             return
-        stages.enter("pull", source=source.worker_id)
+        num_usable = num_usable_blocks(len(request.prompt_token_ids) + len(request.output_token_ids), self._block_size)
+        hashes, root = request.block_hashes[:num_usable], request.hash_root
+        extra = {"request_id": request.request_id}
+        if self._tiers is not None and (num_held := self._tiers.num_worth_reading(hashes)):
+            stages.enter("tier")
+            outcome = await self._try(arrival, hashes[:num_held], root, self._read, self.tier_outcomes)
+            logger.info("tiers read", extra=extra | {"outcome": outcome.value})
+            stages.note(outcome=outcome.value)
+        if source is not None and (wanted := hashes[: source.num_blocks]):
+            stages.enter("pull", source=source.worker_id)
+            outcome = await self._try(arrival, wanted, root, partial(self._pull_from, source), self.outcomes)
+            logger.info("prefix pull", extra=extra | {"source": source.worker_id, "outcome": outcome.value})
+            stages.note(outcome=outcome.value)
+
+    @asynccontextmanager
+    async def loaded(self, hashes: BlockHashes, root: HashRoot) -> AsyncIterator[None]:
+        """Hold, during the block, what tiers have of these blocks behind the cached ones, for a peer that pulls."""
+        if self._tiers is None or not root or not (num_held := self._tiers.num_worth_reading(hashes)):
+            yield
+            return
+        with self.arrival() as arrival:
+            await self._try(arrival, hashes[:num_held], root, self._read, self.tier_outcomes)
+            yield
+
+    async def _try(
+        self,
+        arrival: PullingRequest,
+        hashes: BlockHashes,
+        root: HashRoot,
+        fetch: Fetch,
+        counts: "Counter[PullOutcome]",
+    ) -> PullOutcome:
+        """Fetch missing blocks in the time that computing them would take; what fails is an outcome, too."""
         outcome = PullOutcome.CANCELLED
         try:
             async with asyncio.timeout(None) as limit:
-                outcome = await self._pull(arrival, hashes, source, limit)
+                outcome = await self._land_and_fetch(arrival, hashes, root, fetch, limit)
         except TimeoutError:
             outcome = PullOutcome.TIMEOUT
         except KvrelayError as error:
             outcome = _BY_ERROR.get(type(error), PullOutcome.REFUSED)
         finally:
-            self.outcomes[outcome] += 1
-            extra = {"request_id": request.request_id, "source": source.worker_id, "outcome": outcome.value}
-            logger.info("prefix pull", extra=extra)
-            stages.note(outcome=outcome.value)
+            counts[outcome] += 1
+        return outcome
 
     async def pull_chain(self, chain: PrefixChain, source: sequence_pb2.KvSource, *, max_blocks: int) -> PullResult:
         """Pull up to `max_blocks` of a whole chain, in exchange for less valuable blocks. Raises KvrelayError."""
@@ -169,22 +212,23 @@ class PrefixPuller:
             return core.landings.reserve_below(landing, chain.values, max_blocks)
 
         with self.arrival(reserve) as arrival:
-            outcome = await self._pull(arrival, chain.hashes, source, None)
+            outcome = await self._land_and_fetch(arrival, chain.hashes, NO_ROOT, partial(self._pull_from, source), None)
             landing = arrival.landing
             assert landing is not None, "a pull that ended has a landing"
             # After the commit, and before the release.
             num_blocks = await self._engine.call(lambda core: core.landings.mark_reused(landing, chain.num_reused))
             return PullResult(outcome=outcome, num_cached_blocks=landing.num_cached_blocks, num_blocks=num_blocks)
 
-    async def _pull(
+    async def _land_and_fetch(
         self,
         arrival: PullingRequest,
         hashes: BlockHashes,
-        source: sequence_pb2.KvSource,
+        root: HashRoot,
+        fetch: Fetch,
         limit: asyncio.Timeout | None,
     ) -> PullOutcome:
         while True:
-            landing, refused = await self._land(arrival, hashes)
+            landing, refused = await self._land(arrival, hashes, root)
             if landing.num_missing_blocks == 0:
                 return PullOutcome.PRESENT
             if limit is not None and limit.when() is None:
@@ -199,7 +243,7 @@ class PrefixPuller:
                 return PullOutcome.NO_ROOM
             ended = self._running[key] = asyncio.Event()
             try:
-                return await self._fetch(landing, source)
+                return await fetch(landing)
             finally:
                 del self._running[key]
                 ended.set()
@@ -208,9 +252,14 @@ class PrefixPuller:
         size = self._block_size
         return max(MIN_PULL_S, self._prefill_s(landing.num_missing_blocks * size, landing.num_cached_blocks * size))
 
-    async def _land(self, arrival: PullingRequest, hashes: BlockHashes) -> tuple[Landing, Refused | None]:
+    async def _land(
+        self, arrival: PullingRequest, hashes: BlockHashes, root: HashRoot
+    ) -> tuple[Landing, Refused | None]:
         def land(core: Engine) -> tuple[Landing, Refused | None]:
             landing = arrival.landing or core.arrive(hashes)
+            if arrival.landing is not None:
+                core.landings.release(landing)  # what came from another place is in the cache
+            landing.hashes, landing.root = hashes, root
             return landing, arrival.reserve(core, landing)
 
         landing, refused = await self._engine.acquire(land, _let_go)
@@ -220,11 +269,22 @@ class PrefixPuller:
     def _release(self, landing: Landing) -> None:
         self._engine.post(lambda core: core.landings.release(landing))
 
-    async def _fetch(self, landing: Landing, source: sequence_pb2.KvSource) -> PullOutcome:
+    async def _read(self, landing: Landing) -> PullOutcome:
+        assert self._tiers is not None, "there are no tiers"
+
+        def commit(num_blocks: int) -> None:
+            self._engine.post(lambda core: core.landings.commit(landing, num_blocks))
+
+        num_read = await self._tiers.read(landing, commit)
+        if not num_read:
+            return PullOutcome.EVICTED
+        return PullOutcome.PULLED if num_read == landing.num_missing_blocks else PullOutcome.PARTIAL
+
+    async def _pull_from(self, source: sequence_pb2.KvSource, landing: Landing) -> PullOutcome:
         plan = PullPlan(
             peer=WorkerId(source.worker_id),
             epoch=Epoch(source.epoch),
-            wanted=WantedBlocks(hashes=landing.hashes, block_size=self._block_size),
+            wanted=WantedBlocks(hashes=landing.hashes, block_size=self._block_size, root=landing.root),
             block_table=landing.block_ids(),  # reserved: only this pull changes it
             windows=landing.windows,
             first_block=landing.num_cached_blocks,

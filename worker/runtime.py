@@ -17,6 +17,7 @@ from common.errors import InvalidRequest, Overloaded, Refused, StaleEpoch, Worke
 from common.ids import Epoch, HashRoot, WorkerId, mint_epoch
 from common.kv_events import NO_EVENTS, KvEvents
 from common.parity import Template, TextProbes, text_probes
+from common.process import CannotStart
 from common.structured import keep_going
 from common.tracing import NO_TRACER, Stages, tracing_call
 from common.wire_names import ROLE_NAMES
@@ -25,6 +26,7 @@ from engine.interface import Engine, ServedModel
 from engine.request import EngineRequest
 from engine.steps.group import Group
 from engine.thread import EngineDriver, EngineSetup
+from kv_tiers.tiers import Tiers
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
 from kv_transfer.serve import KvTransferService, ServeSettings
@@ -41,6 +43,7 @@ from worker.prefix_pull import PrefixPuller
 from worker.recent_steps import RecentSteps
 from worker.request import engine_request
 from worker.timing import WorkerTiming
+from worker.worker_tiers import WorkerTiers
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,7 @@ class WorkerRuntime:
             on_bytes=self._note_pulled,
             on_pull=self.timing.observe_pull,
         )
+        self.tiers = self._with_tiers(environment.tiers) if environment.tiers is not None else None
         self.prefixes = PrefixPuller(
             engine=self.engine,
             puller=self.puller,
@@ -121,6 +125,7 @@ class WorkerRuntime:
             prefill_s=lambda num_new_tokens, num_cached_tokens: self.timing.model.prefill_s(
                 num_new_tokens, num_cached_tokens
             ),
+            tiers=self.tiers,
         )
         self.prefill_gate = PrefillGate(self.backlog_s)
         self.grammars = GrammarCompiler(tokenizer, executor)
@@ -130,7 +135,26 @@ class WorkerRuntime:
         self.on_drain: list[Callable[[], None]] = []
         """Called when the worker stops: endless streams must end with their last request."""
         self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose, self.grammars.aclose]
+        if self.tiers is not None:
+            self.on_close.append(self.tiers.aclose)
         self._sweeper: asyncio.Task[None] | None = None
+
+    def _with_tiers(self, tiers: Tiers) -> WorkerTiers:
+        """Raise CannotStart when blocks cannot be copied out of the pages."""
+        lives = self.engine.core.report_published()
+        if lives is None:
+            raise CannotStart(
+                f"tiers: {self.executor.model_name} has layers with window pages or states, whose blocks tiers cannot"
+                " keep; set tiers.host_gib and tiers.disk_gib to 0"
+            )
+        return WorkerTiers(
+            tiers,
+            store=self.executor.kv,
+            lives=lives,
+            clock=self.clock,
+            on_changes=self.hub.publish,
+            on_read=self.timing.observe_tier_read,
+        )
 
     @cached_property
     def probes(self) -> TextProbes:
@@ -162,6 +186,8 @@ class WorkerRuntime:
     def start(self) -> None:
         """Start stepping and sweeping."""
         self.engine.start()
+        if self.tiers is not None:
+            self.tiers.start()
         self._share_timing()
         sweeping = keep_going("sweeping", self._sweep_forever)
         self._sweeper = asyncio.get_running_loop().create_task(sweeping)
@@ -267,6 +293,7 @@ class WorkerRuntime:
             settings=ServeSettings(
                 worker_id=self.worker_id,
                 check_pull=self._check_pull,
+                load=self.prefixes.loaded,
                 epoch=lambda: self.epoch,
                 transports=self._transports,
                 lease_ttl_s=self.config.transfer.lease_ttl_s,
@@ -281,7 +308,7 @@ class WorkerRuntime:
         self.recent_steps.note_pulled(num_bytes, bytes_per_s=bytes_per_s)
 
     def _on_report(self, report: StepReport) -> None:
-        self.load = report.load
+        self.load = report.load if self.tiers is None else self.tiers.measured(report.load)
         if self.host_cores is not None:
             self.host_cores.note()
         before = self.timing.version
@@ -289,7 +316,13 @@ class WorkerRuntime:
         self.recent_steps.observe(report.samples, has_work=report.load.num_running + report.load.num_waiting > 0)
         if self.timing.version != before:
             self._share_timing()
-        self.hub.publish(report.kv_events, report.accepted)
+        events = report.kv_events if self.tiers is None else self.tiers.take(report)
+        self.hub.publish(events, report.accepted)
+
+    async def snapshot(self) -> KvEvents:
+        """Return all blocks that the worker holds, in pages or in tiers."""
+        of_pages: KvEvents = await self.engine.call(lambda core: core.snapshot())
+        return of_pages if self.tiers is None else self.tiers.snapshot(of_pages)
 
 
 def _cancel_if_granted(core: Engine, group: Group | Refused) -> None:

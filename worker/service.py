@@ -75,7 +75,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         async with error_boundary(context, "WatchWorker"):
             runtime, timing = self._runtime, self._runtime.timing
             with runtime.hub.watch() as watcher:
-                events: KvEvents = await runtime.engine.call(lambda core: core.snapshot())
+                events: KvEvents = await runtime.snapshot()
                 seq, sent_version = 0, -1
                 heartbeat_s, overdue = None, None
                 if request.heartbeat_s > 0:

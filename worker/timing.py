@@ -1,4 +1,4 @@
-"""Timing models that a worker fits to its own steps, pulls and reads from tiers, and its prediction for the prompts in its queue."""
+"""Timing models that a worker fits to its own steps, pulls and reads from tiers, and its prediction for its queue."""
 
 from collections.abc import Iterable, Mapping
 
@@ -138,7 +138,7 @@ class LinkFit:
 
 
 class WorkerTiming:
-    """Learns from steps, pulls and reads from tiers. Event loop only; O(1) per step, except for an occasional fit of about 1 ms."""
+    """Learns from steps, pulls and tiers. Event loop only; O(1) per step, but for an occasional fit of about 1 ms."""
 
     def __init__(self, *, max_step_tokens: int, clock: Clock, floors: StepFloors | None = None) -> None:
         """`floors` give the first estimates; None: the device was not measured."""

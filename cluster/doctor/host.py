@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from cluster.doctor.finding import DoctorFinding, failure, ok, warning
 from cluster.doctor.model import check_model
+from cluster.doctor.tiers import check_tiers
 from common.cgroups import usable_cores
 from common.config import ServingConfig
 from common.engines import NIXL_VERSION, VLLM_VERSION, installed_package, vllm_version
@@ -109,6 +110,7 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     yield _cores(config, host)
     yield _disk("disk of the cache", cache_dir(), CACHE_ENV, host)
     yield _disk("disk of temporary files", Path(tempfile.gettempdir()), "TMPDIR", host)
+    yield from check_tiers(config)
     yield _open_files(host)
     if config.model.device == "cuda" and not host.num_gpus:
         yield failure("GPUs", "the driver lists none", "install the driver, or set model.device: cpu")

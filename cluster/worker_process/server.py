@@ -19,6 +19,7 @@ from worker.environment import Environment
 from worker.factory import load_model_for, load_template_for
 from worker.runtime import WorkerRuntime, pool_of
 from worker.serving import PlaneService, RunningWorker, start_worker
+from worker.worker_tiers import open_tiers
 
 
 def pool_services(runtime: WorkerRuntime) -> list[PlaneService]:
@@ -54,13 +55,14 @@ async def _load(
     with ThreadPoolExecutor(1, thread_name_prefix="load") as loading:
         model, drive, tokenizer = await loop.run_in_executor(loading, load_model_for, config, pool)
         chat_template = await loop.run_in_executor(loading, load_template_for, config)
+        tiers = await loop.run_in_executor(loading, open_tiers, config.tiers, model.kv.shape)
     runtime = WorkerRuntime(
         config=config,
         role=role,
         worker_id=WorkerId(worker_id),
         executor=model,
         tokenizer=tokenizer,
-        environment=replace(Environment.real(credentials), drive=drive),
+        environment=replace(Environment.real(credentials), drive=drive, tiers=tiers),
     )
     runtime.chat_template = chat_template
     runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)

@@ -4,7 +4,7 @@ from common.config.cluster import PlannerConfig, TlsConfig, TracingConfig
 from common.config.keys import Need, in_yaml, leaves
 from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConfig, TenantConfig
 from common.config.serving import NEEDS, ConfigError, ServingConfig, load_config, name_in, parse_config
-from common.config.workers import ModelConfig, PoolConfig, PoolsConfig, TransferConfig
+from common.config.workers import ModelConfig, PoolConfig, PoolsConfig, TiersConfig, TransferConfig
 
 __all__ = [
     "ENV_PREFIX",
@@ -20,6 +20,7 @@ __all__ = [
     "ServingConfig",
     "SloConfig",
     "TenantConfig",
+    "TiersConfig",
     "TlsConfig",
     "TracingConfig",
     "TransferConfig",

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from common.config.cluster import PlannerConfig, TlsConfig, TracingConfig
 from common.config.keys import Need, Section, needs_of
 from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConfig, TenantConfig
-from common.config.workers import ModelConfig, PoolsConfig, TransferConfig
+from common.config.workers import ModelConfig, PoolsConfig, TiersConfig, TransferConfig
 from common.engines import engines_with, lacks
 from common.ports import MAX_PORT, is_loopback
 from common.process import CannotStart
@@ -44,6 +44,7 @@ class ServingConfig(Section):
     model: ModelConfig = ModelConfig()
     pools: PoolsConfig = PoolsConfig()
     transfer: TransferConfig = TransferConfig()
+    tiers: TiersConfig = TiersConfig()
     router: RouterConfig = RouterConfig()
     tls: TlsConfig = TlsConfig()
     slo: SloConfig = SloConfig()
@@ -146,6 +147,8 @@ class ServingConfig(Section):
             asked.append(("gpu", "model.device", model.device))
         if model.kernels == "compile":
             asked.append(("torch_compile", "model.kernels", model.kernels))
+        if self.tiers.is_on:
+            asked.append(("tiers", "tiers", "host_gib or disk_gib"))
         asked += [
             ("tensor_parallel", f"pools.{name}.tensor_parallel", pool.tensor_parallel)
             for name, pool in pools.items()

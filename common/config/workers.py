@@ -213,6 +213,29 @@ class PoolsConfig(Section):
         return None
 
 
+class TiersConfig(Section):
+    """Where each worker keeps cached blocks that its pages have no room for. [What they are worth](tiers.md)."""
+
+    host_gib: Annotated[float, Field(ge=0), Need.WORKERS] = 0.0
+    """GiB of host memory in each worker; 0: none. Worth it beside a GPU; on a CPU pages are host memory already."""
+    disk_gib: Annotated[float, Field(ge=0), Need.WORKERS] = 0.0
+    """GiB on disk for each worker, sealed by keys that only the routers can make, and found again after a restart; 0:
+    none."""
+    path: Annotated[Path | None, Need.WORKERS] = None
+    """Folder on a local file system of each host, of this cluster alone. Needed with `disk_gib`."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is any tier."""
+        return self.host_gib > 0 or self.disk_gib > 0
+
+    @model_validator(mode="after")
+    def _check(self) -> "TiersConfig":
+        if self.disk_gib and self.path is None:
+            raise ValueError("tiers.path: missing; tiers.disk_gib needs a folder on a local file system of each host")
+        return self
+
+
 class TransferConfig(Section):
     """How KV moves."""
 

@@ -59,6 +59,8 @@ class BlockPool:
         self._parents = array("i", [-1]) * num_blocks
         """Page of the previous block, for each published page; -1 for the first block of a prompt."""
         self._is_reused = bytearray(num_blocks)
+        self.lives = array("Q", [0]) * num_blocks
+        """Published blocks that each page has lost; grows before the page gets other content. Any thread may read."""
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: EvictionOrder[int] = EvictionOrder()
         self._changes: dict[BlockHash, bool] = {}  # True: stored, False: removed; the last change of a hash wins
@@ -237,6 +239,7 @@ class BlockPool:
         block_id = self._cached.evict()
         block_hash = self._hash_of[block_id]
         assert block_hash is not None, f"block {block_id} is cached without a hash"
+        self.lives[block_id] += 1
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
         self._changes[block_hash] = False

@@ -6,9 +6,10 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from common.eviction import num_admitted
-from common.ids import BlockHash, BlockId
+from common.ids import NO_ROOT, BlockHash, BlockId, HashRoot
 from engine.executor import Branch
 from engine.pages.block_pool import KEEP_BRIEFLY, BlockPool, Keeping
+from engine.published import PublishedBlock
 from engine.request import Retention
 from engine.sequence import Sequence
 from engine.steps.window_tables import WindowTables
@@ -31,6 +32,8 @@ class Pages:
         self.windows = WindowTables(pool.windows, block_size)
         self.num_admitted = num_admitted(pool.num_blocks)
         """Number of a sequence's new blocks that are not evicted as its tail (`common/eviction.py`)."""
+        self.published: list[PublishedBlock] | None = None
+        """Blocks that were published since the last report and are to be kept; None: nobody asks."""
         self._num_copies: Counter[int] = Counter()
         """References of each page that are those of copies in the step that is being planned. The copies come before
         the step's writes, so a sequence that is the only other holder may write the page."""
@@ -190,16 +193,24 @@ class Pages:
         # num_ready, not num_computed: a published page must not depend on a step that could still fail. A step in
         # flight may also have filled a block with an unknown token, for which no hash exists.
         num_full = min(sequence.num_ready // self._block_size, len(sequence.block_hashes))
+        is_kept = sequence.request.retention is Retention.KEEP
+        root = sequence.request.hash_root if is_kept else NO_ROOT
         while sequence.num_published < num_full:
             i = sequence.num_published
-            self.publish_block(sequence, i, sequence.block_hashes[i])
+            self.publish_block(sequence, i, sequence.block_hashes[i], root)
             sequence.num_published += 1
 
-    def publish_block(self, owner: PageHolder, i: int, block_hash: BlockHash) -> None:
-        """Publish block i of a table after its parent; an equal page that was published first replaces ours."""
+    def publish_block(self, owner: PageHolder, i: int, block_hash: BlockHash, root: HashRoot) -> None:
+        """Publish block i of a table after its parent; an equal page that was published first replaces ours.
+
+        `root`: that of the hash; empty when it is not known, or when another worker keeps the block.
+        """
         block_table = owner.block_table
         own = BlockId(block_table[i])
         published = self._pool.publish(own, block_hash, behind=block_table[i - 1] if i else None)
+        if self.published is not None and published == own and root:
+            life = self._pool.lives[own]
+            self.published.append(PublishedBlock(block_id=own, life=life, block_hash=block_hash, root=root))
         if published != own:
             self._pool.acquire([published])
             block_table[i] = published

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from common.block_hash import BlockHashes, PrefixTokens
 from common.errors import Refused
-from common.ids import BlockId
+from common.ids import NO_ROOT, BlockId, HashRoot
 from engine.sequence import Sequence
 from engine.steps.block_tables import Pages
 from engine.steps.scheduler import Scheduler
@@ -27,7 +27,9 @@ class Landing:
     order: int
     queued_s: float
     hashes: BlockHashes
-    """Hashes of the wanted leading blocks."""
+    """Hashes of the wanted leading blocks; others may be wanted while it has no pages."""
+    root: HashRoot = NO_ROOT
+    """Root of the hashes; empty when it is not known."""
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
     """Page of each wanted block; empty until pages are granted."""
     window_blocks: range = range(0)
@@ -159,7 +161,7 @@ class Landings:
         if num_blocks < len(landing.block_table):  # the window at their end did not come
             self._release_windows(landing)
         for i in range(landing.num_landed_blocks, num_blocks):
-            self._pages.publish_block(landing, i, landing.hashes[i])
+            self._pages.publish_block(landing, i, landing.hashes[i], landing.root)
         landing.num_landed_blocks = num_blocks
 
     def enter(self, landing: Landing, sequence: Sequence) -> None:

@@ -167,6 +167,9 @@ class VllmEngine:
         """See `Engine`."""
         return hot_prefixes(self._observed.mirror, (), max_blocks)
 
+    def report_published(self) -> None:
+        """See `Engine`: vLLM's pages have no lives."""
+
     def change_limits(self, limits: SchedulerLimits) -> None:
         """See `Engine`; the most tokens and places of a step are vLLM's, for good."""
         self._admission.max_running = min(limits.max_running, self._num_places)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import grpc
@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.executor import Executor, ScheduledSequence, StepHandle
 from engine.fake import FakeExecutor
 from engine.interface import Engine
+from kv_tiers.tiers import Tiers
 from kvrelay.v1 import decode_pb2_grpc, prefill_pb2_grpc, router_admin_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import BLOCK_SIZE
 from tests.clock import ManualClock
@@ -136,6 +137,9 @@ def make_runtime(
         )
         if (window := fake.pop("window", None)) is not None:
             executor.add_window(window)
+    environment = environment or Environment.real(credentials_of(Role.WORKER, worker_id))
+    if (tiers := fake.pop("tiers", None)) is not None:
+        environment = replace(environment, tiers=Tiers.open(tiers))
     assert not fake, fake
     return WorkerRuntime(
         config=config,
@@ -143,7 +147,7 @@ def make_runtime(
         worker_id=WorkerId(worker_id),
         executor=executor,
         tokenizer=byte_tokenizer(),
-        environment=environment or Environment.real(credentials_of(Role.WORKER, worker_id)),
+        environment=environment,
     )
 
 

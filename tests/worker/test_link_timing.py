@@ -25,7 +25,7 @@ def test_link_learns_latency_and_bandwidth_of_a_peer_and_of_all() -> None:
         assert timing.model.pull_s(peer, 1 << 16) == pytest.approx(2e-3 + (1 << 16) / 3e9, rel=0.1)
 
 
-def test_rate_of_reads_from_tiers_is_learnt_beside_that_of_pulls_and_sent_to_routers() -> None:
+def test_rate_of_reads_from_tiers_is_learnt_and_sent_to_routers() -> None:
     timing = WorkerTiming(max_step_tokens=512, clock=ManualClock())
     timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=0.001)
     assert timing.model.tier_read is None

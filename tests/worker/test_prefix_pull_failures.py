@@ -72,13 +72,13 @@ async def test_pull_from_a_source_that_lies_computes_instead() -> None:
 
 async def test_pull_that_takes_too_long_is_given_up_and_the_source_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[asyncio.Timeout] = []
-    pull = PrefixPuller._pull  # noqa: SLF001
+    fetch = PrefixPuller._land_and_fetch  # noqa: SLF001
 
-    async def noting(self: PrefixPuller, arrival: Any, hashes: Any, source: Any, limit: asyncio.Timeout) -> PullOutcome:
-        limits.append(limit)
-        return await pull(self, arrival, hashes, source, limit)
+    async def noting(self: PrefixPuller, *args: Any) -> PullOutcome:
+        limits.append(args[-1])
+        return await fetch(self, *args)
 
-    monkeypatch.setattr(PrefixPuller, "_pull", noting)
+    monkeypatch.setattr(PrefixPuller, "_land_and_fetch", noting)
     async with running_pool(OTHERS) as pool, scripted_source(prompt(1), stall) as source:
         pulling = asyncio.create_task(computes_instead(pool, source.where(PREFIX_BLOCKS), PullOutcome.TIMEOUT))
         async with asyncio.timeout(60):
