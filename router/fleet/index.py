@@ -13,6 +13,8 @@ when the block was last used:
   the rest is dictionary operations on whole lists.
 - *Window pages* (`engine/pages/window_pages.py`) are the bits of a second slot, the one behind their worker's own. A
   worker has such a bit only in values in which it has its own, so that both go together.
+- *Blocks that are in a worker's tiers only* have the bit of another slot, beside the worker's own: what a worker holds
+  at all is matched first, and a binary search over this mark then finds how much of that is in pages.
 - *Memory* is bounded: beyond `max_blocks`, the blocks that were neither stored nor routed to for the longest time go.
 - *A snapshot* moves its worker to a fresh slot, so replacing or dropping everything that a worker holds is O(1). The
   old bit is scrubbed in slices, one with every later change, and only then used again.
@@ -89,20 +91,26 @@ class PrefixIndex:
             self.evicted.add(key for key in removed if key not in self._values)
         if stored:
             self._settle(slot, stored)
-            pages = self._slots.bits(slot) ^ slot_bit(slot)
+            marks = self._slots.bits(slot) ^ slot_bit(slot)
             for keys in self._chunks(stored):
-                self._put(slot, keys, list(map(self._values.get, keys, repeat(0))), clear=pages)
+                self._put(slot, keys, list(map(self._values.get, keys, repeat(0))), clear=marks)
         if slot in self._slots.window_of:
-            self._set_pages(slot, events.paged.keys)
+            self._mark(slot, slot + 1, events.paged.keys)
             self._remove(slot + 1, _unique(events.unpaged.keys))
             self._expectations.settle(slot + 1, events.paged.keys + events.unpaged.keys)
+        if events.offloaded or slot in self._slots.tier_of:
+            tier = self._slots.tier(slot)
+            self._remove(tier, _unique(events.loaded.keys))
+            self._mark(slot, tier, events.offloaded.keys)
+            self._expectations.settle(tier, events.loaded.keys + events.offloaded.keys)
         self._scrub()
 
     def expect(self, worker_id: WorkerId, hashes: BlockHashes, *, expires_s: float) -> None:
         """Count blocks as held that a plan just sent to the worker, until an event confirms them or time passes.
 
-        Of window pages only those at their end will be there, and of blocks that are held events tell. `expires_s` must
-        not decrease from call to call.
+        Of window pages only those at their end will be there, and of blocks that are held events tell. Blocks that are
+        in the worker's tiers only count as if they were in pages again. `expires_s` must not decrease from call to
+        call.
         """
         slot = self._slots.of(worker_id)
         unconfirmed: list[int] = []
@@ -115,8 +123,11 @@ class PrefixIndex:
             awaited, keys = set(unconfirmed), hashes.keys
             keys = [key for key in keys[window.first_needed(len(keys)) :] if key in awaited]
             unconfirmed = self._unconfirmed(slot + 1, keys, list(map(self._values.get, keys, repeat(0))))
-            self._set_pages(slot, keys)
+            self._mark(slot, slot + 1, keys)
             self._expectations.add(slot + 1, unconfirmed, expires_s=expires_s)
+        if (tier := self._slots.tier_of.get(slot)) is not None:
+            bit, get = slot_bit(tier), self._values.get
+            self._expectations.add(tier, [key for key in hashes.keys if get(key, 0) & bit], expires_s=expires_s)
 
     def retract(self, worker_id: WorkerId, hashes: BlockHashes) -> None:
         """Forget those of the blocks that were expected of the worker and that no event has confirmed."""
@@ -128,11 +139,15 @@ class PrefixIndex:
             keys = [key for key in _unique(hashes.keys) if key in expected]
             self._settle(each, keys)
             self._remove(each, keys)
+        if (tier := self._slots.tier_of.get(slot)) is not None:
+            self._expectations.settle(tier, hashes.keys)
 
     def expire(self, now_s: float) -> int:
         """Forget expectations whose time has passed and return how many they were."""
-        num_expired = 0
+        num_expired, tiers = 0, self._slots.tier_of.values()
         for slot, lapsed in self._expectations.lapse(now_s):
+            if slot in tiers:
+                continue  # the blocks are still where they were
             keys = _unique(lapsed)
             self._remove(slot, keys)
             num_expired += len(keys)
@@ -140,13 +155,13 @@ class PrefixIndex:
 
     def drop(self, worker_id: WorkerId) -> None:
         """Forget everything that the worker holds. Harmless for an unknown worker."""
-        slot = self._slots.give_back(worker_id)
-        if slot is None:
-            return
-        self._retired.add(slot)
-        for each in self._slots.each(slot):
-            self._expectations.drop(each)
-        self._scrub()
+        retired = self._slots.give_back(worker_id)
+        self._retired.update(retired)
+        for slot in retired:
+            for each in self._slots.each(slot):
+                self._expectations.drop(each)
+        if retired:
+            self._scrub()
 
     # Lookups.
 
@@ -168,6 +183,7 @@ class PrefixIndex:
             expectations=self._expectations,
             num_usable=len(keys) if num_usable is None else num_usable,
             window_of={} if num_usable is None else self._slots.window_of,
+            tier_of=self._slots.tier_of,
             longest_held=groups[-1][0] if groups else 0,
         )
         if num_usable is not None and self._slots.with_window:
@@ -229,16 +245,18 @@ class PrefixIndex:
         """Remove distinct keys from a worker."""
         self._clear_bits(keys, keep=self._slots.live & ~self._slots.bits(slot))
 
-    def _set_pages(self, slot: int, keys: list[int]) -> None:
-        """Note the window pages of those of the keys that a worker holds."""
-        bit, page, share = slot_bit(slot), slot_bit(slot + 1), self._shared.setdefault
+    def _mark(self, slot: int, mark_slot: int, keys: list[int]) -> None:
+        """Set the bit of another slot in those of the keys that a worker holds."""
+        bit, mark, share = slot_bit(slot), slot_bit(mark_slot), self._shared.setdefault
         olds = list(map(self._values.get, keys, repeat(0)))
-        becomes = {old: share(old | page, old | page) for old in set(olds) if old & bit}
+        becomes = {old: share(old | mark, old | mark) for old in set(olds) if old & bit}
         self._values.update((key, becomes[old]) for key, old in zip(keys, olds, strict=True) if old in becomes)
 
     def _settle(self, slot: int, keys: list[int]) -> None:
         for each in self._slots.each(slot):
             self._expectations.settle(each, keys)
+        if (tier := self._slots.tier_of.get(slot)) is not None:
+            self._expectations.settle(tier, keys)
 
     def _clear_bits(self, keys: list[int], *, keep: int) -> None:
         """Clear all worker bits but `keep` from the values of distinct keys; keys without any bit left go."""

@@ -36,6 +36,8 @@ class IndexView:
     """Most leading blocks that the request can use."""
     window_of: Mapping[int, BlockWindow]
     """Windows, by the slots of the workers that count only as far as they can begin."""
+    tier_of: Mapping[int, int]
+    """Slots of the blocks that are in tiers only, by the slots of the workers."""
     longest_held: int
     """Leading blocks that the best worker holds, of use or not."""
 
@@ -55,6 +57,36 @@ class IndexView:
         usable = usable_groups(held, paged, self.window_of[slot])
         return usable[-1][0] if usable else 0
 
+    def count_in_pages(self, slot: int, num_held: int) -> int:
+        """Return how many of a worker's `num_held` leading blocks are in pages, or soon will be; the first ones are.
+
+        Workers give the pages of leaves away before those of parents: it may be wrong only while messages are on their
+        way.
+        """
+        tier = self.tier_of.get(slot)
+        if tier is None:
+            return num_held
+        bit, coming, low, high = slot_bit(tier), self.expectations.of(tier), 0, num_held
+        while low < high:
+            middle = (low + high) >> 1
+            key = self.keys[middle]
+            if self.values.get(key, 0) & bit and key not in coming:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def count_in_pages_exactly(self, slot: int, num_held: int, firsts: Mapping[int, int]) -> int:
+        """Return the same without this assumption; `firsts` are the `first_positions` of the keys."""
+        tier = self.tier_of.get(slot)
+        if tier is None:
+            return num_held
+        bit, coming = slot_bit(tier), self.expectations.of(tier)
+        first = min((position for value, position in firsts.items() if value & bit), default=num_held)
+        while first < num_held and (self.keys[first] in coming or not self.values.get(self.keys[first], 0) & bit):
+            first += 1
+        return min(first, num_held)
+
 
 class PrefixMatches(Mapping[WorkerId, int]):
     """How many leading blocks each worker holds, and can use; a worker without any is absent.
@@ -63,7 +95,7 @@ class PrefixMatches(Mapping[WorkerId, int]):
     built only for a policy that goes through all of it. Valid for one decision; event loop only.
     """
 
-    __slots__ = ("_by_worker", "_firsts", "_known", "_owners", "_view", "groups")
+    __slots__ = ("_by_worker", "_firsts", "_in_pages", "_known", "_owners", "_view", "groups")
 
     def __init__(self, groups: Sequence[tuple[int, int]], owners: Sequence[WorkerId | None], view: IndexView) -> None:
         """`groups` are (blocks, bit mask of slots), fewest blocks first; `owners` go by slot and never change."""
@@ -74,6 +106,8 @@ class PrefixMatches(Mapping[WorkerId, int]):
         self._known: dict[WorkerId, int] = {}
         """Numbers that were looked up or made exact; 0 for a worker that holds none."""
         self._firsts: dict[int, int] | None = None
+        self._in_pages: dict[WorkerId, int] = {}
+        """Numbers of blocks in pages that were looked up or made exact."""
 
     @property
     def longest(self) -> int:
@@ -86,14 +120,32 @@ class PrefixMatches(Mapping[WorkerId, int]):
         return self._view.longest_held
 
     def verify(self, worker_id: WorkerId) -> bool:
-        """Make the number of one worker exact and return whether it was. The groups do not change."""
+        """Make the numbers of one worker exact and return whether they were. The groups do not change."""
         found = self.get(worker_id)
         exact = min(found, self._count_exactly(worker_id)) if found else 0
         if exact == found:
-            return True
+            return self._verify_in_pages(worker_id)
         self._known[worker_id] = exact
+        self._in_pages.pop(worker_id, None)
         self._by_worker = None
         return False
+
+    def num_in_pages(self, worker_id: WorkerId) -> int:
+        """Return how many of the worker's blocks are in its pages: the leading ones; the others are in its tiers."""
+        known = self._in_pages.get(worker_id)
+        if known is None:
+            found, slot = self.get(worker_id), self._view.slots.get(worker_id)
+            known = found if slot is None else self._view.count_in_pages(slot, found)
+            self._in_pages[worker_id] = known
+        return known
+
+    def _verify_in_pages(self, worker_id: WorkerId) -> bool:
+        found, slot = self._in_pages.get(worker_id), self._view.slots.get(worker_id)
+        if found is None or slot is None or slot not in self._view.tier_of:
+            return True  # it was not asked for, or all is in pages
+        exact = self._view.count_in_pages_exactly(slot, self.get(worker_id), self._first_positions())
+        self._in_pages[worker_id] = exact
+        return exact == found
 
     def longest_holders(self) -> Iterator[tuple[int, WorkerId]]:
         """Yield the (blocks, worker) from the most blocks on, as the groups have them."""
@@ -133,9 +185,12 @@ class PrefixMatches(Mapping[WorkerId, int]):
 
     def _count_without_gap(self, slot: int) -> int:
         """Return how many leading blocks a worker holds. One walk serves all workers, because their values are few."""
+        return count_before_gap(self._first_positions(), slot_bit(slot), self.longest_held)
+
+    def _first_positions(self) -> dict[int, int]:
         if self._firsts is None:
             self._firsts = first_positions(self._view.values, self._view.keys[: self.longest_held])
-        return count_before_gap(self._firsts, slot_bit(slot), self.longest_held)
+        return self._firsts
 
     def __getitem__(self, worker_id: WorkerId) -> int:
         num_blocks = self.get(worker_id)

@@ -1,7 +1,8 @@
 """The bits of workers in the values of the prefix index.
 
 A worker has a slot, or a pair of them when its model has window pages: the second one says for which blocks it has
-such a page. Pairs stay pairs.
+such a page. Pairs stay pairs. A worker that has offloaded a block gets one more slot, of its own, for the blocks that
+are in its tiers only.
 """
 
 from common.ids import WorkerId
@@ -20,10 +21,12 @@ class Slots:
         """Window of the present or last owner, by the first slot of each pair."""
         self.with_window: dict[BlockWindow, int] = {}
         """Bits of the first slots of pairs that have owners, by the window."""
+        self.tier_of: dict[int, int] = {}
+        """Slot for the blocks that are in tiers only, by the first slot of its worker."""
         self.holders = 0
         """Bits of all slots that have owners."""
         self.live = 0
-        """These, and the bits of their window pages."""
+        """These, and the bits of their window pages and tiers."""
         self._free: list[int] = []
         self._free_pairs: list[int] = []
 
@@ -42,18 +45,29 @@ class Slots:
             self.live |= self.bits(slot)
         return slot
 
-    def give_back(self, worker_id: WorkerId) -> int | None:
-        """Return the slot that the worker had."""
+    def tier(self, slot: int) -> int:
+        """Return the slot for the blocks that are in the tiers only of a worker, which gets one."""
+        tier = self.tier_of.get(slot)
+        if tier is None:
+            tier = self.tier_of[slot] = self._free.pop() if self._free else len(self.owners)
+            self._own(tier, None)
+            self.live |= slot_bit(tier)
+        return tier
+
+    def give_back(self, worker_id: WorkerId) -> tuple[int, ...]:
+        """Return what is to be freed of the worker: its slot, or the first one of its pair, and that of its tiers."""
         slot = self.by_worker.pop(worker_id, None)
-        if slot is not None:
-            self._own(slot, None)
-            self.holders &= ~slot_bit(slot)
-            self.live &= ~self.bits(slot)
-            if (window := self.window_of.get(slot)) is not None:
-                self.with_window[window] &= ~slot_bit(slot)
-                if not self.with_window[window]:
-                    del self.with_window[window]
-        return slot
+        if slot is None:
+            return ()
+        self._own(slot, None)
+        self.holders &= ~slot_bit(slot)
+        self.live &= ~self.bits(slot)
+        if (window := self.window_of.get(slot)) is not None:
+            self.with_window[window] &= ~slot_bit(slot)
+            if not self.with_window[window]:
+                del self.with_window[window]
+        tier = self.tier_of.pop(slot, None)
+        return (slot,) if tier is None else (slot, tier)
 
     def free(self, slot: int) -> None:
         """Let another worker have a slot that was given back, or a pair by its first one."""
@@ -64,8 +78,9 @@ class Slots:
         return (slot, slot + 1) if slot in self.window_of else (slot,)
 
     def bits(self, slot: int) -> int:
-        """Return the bits of `each`."""
-        return slot_bit(slot) * (3 if slot in self.window_of else 1)
+        """Return the bits of `each`, and that of the tiers."""
+        tier = self.tier_of.get(slot)
+        return slot_bit(slot) * (3 if slot in self.window_of else 1) | (0 if tier is None else slot_bit(tier))
 
     def _own(self, slot: int, worker_id: WorkerId | None) -> None:
         num_slots = self.each(slot)[-1] + 1
