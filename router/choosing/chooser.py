@@ -98,6 +98,7 @@ class Chooser:
             cached_blocks=matches,
             longest_holders=matches.longest_holders,
             count_present=matches.count_present,
+            num_in_pages=matches.num_in_pages if self._index.has_tiers else None,
             gap_error=self.forecaster.gap_error(),
         )
         plan = self._plan(request, view, matches)

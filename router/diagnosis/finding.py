@@ -21,6 +21,7 @@ class Cause(enum.Enum):
 
     SLOW_WORKER = "slow_worker"
     HOT_TENANT = "hot_tenant"
+    TIER_READ = "tier_read"
     CACHE_EVICTIONS = "cache_evictions"
     PREFILL = "prefill"
     DECODE_PACE = "decode_pace"

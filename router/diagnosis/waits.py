@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 from router.diagnosis import changes
 from router.diagnosis.changes import PromptTimes, SuggestedChange
@@ -25,6 +26,7 @@ _LONGER_GAPS = "a longer slo.tpot_s: larger batches"
 _MORE_PLACES = "more places on each (max_running): larger batches, with longer steps"
 _MORE_MEMORY = "more memory on each (kv_memory_gib): larger batches, with longer steps"
 _MORE_PAGES = "more pages on each (num_blocks, kv_dtype int8): larger batches, with longer steps"
+_FEWER_READS = "more pages on each worker (num_blocks, kv_dtype int8), or a larger tier in host memory before the disk"
 _SCARCE = 0.7
 """Share of promised window pages from which on they are what is waited for."""
 _LOOK_AT_WORKERS = "`kvrelay status` shows which workers are ready, `kvrelay logs` why one was not"
@@ -124,6 +126,8 @@ def prefill_waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
         )
     ]
     rest_s = (1 - evicted) * wait_s
+    found.append(_tier_reads(view, rest_s))
+    rest_s -= found[-1].lost_s
     if (hot := _hot_tenant(view, rest_s)) is not None:
         found.append(hot)
         rest_s -= hot.lost_s
@@ -150,6 +154,21 @@ def prefill_waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
         )
     )
     return found
+
+
+def _tier_reads(view: DiagnosisInput, wait_s: float) -> DiagnosisFinding:
+    """Return the part of a wait in which blocks were read from tiers, as far as plans are remembered."""
+    plans = view.terms({each.request_id for each in view.requests}).values()
+    reads_s = [terms.get("tier_read", 0.0) for terms in plans]
+    lost_s = min(wait_s, fmean(reads_s)) if reads_s else 0.0
+    share = sum(each > 0 for each in reads_s) / max(1, len(reads_s))
+    return DiagnosisFinding(
+        cause=Cause.TIER_READ,
+        pool=view.reader.name,
+        lost_s=lost_s,
+        text=f"prompts wait {lost_s:.2g} s for cached blocks that are read from tiers, as {share:.0%} of them do",
+        options=(SuggestedChange(text=_FEWER_READS),),
+    )
 
 
 def _lost_prefixes(prefixes: Sequence[ReportedPrefix]) -> str:

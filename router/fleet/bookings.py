@@ -77,6 +77,9 @@ class Bookings:
         if source is None and plan.pull is not None:
             plan = replace(plan, pull=None)
         decided_s = self._clock.monotonic()
+        for worker_id, num_blocks in plan.tier_reads.items():
+            if worker_id == plan.computes or source is not None:
+                self._members[worker_id].add_tier_read(num_blocks, now_s=decided_s)
         decision = DecisionRecord(
             request_id=request.request_id,
             tenant=request.tenant.name,

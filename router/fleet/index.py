@@ -74,6 +74,11 @@ class PrefixIndex:
         """Expected entries that no worker has confirmed."""
         return len(self._expectations)
 
+    @property
+    def has_tiers(self) -> bool:
+        """Whether some worker has offloaded blocks."""
+        return bool(self._slots.tier_of)
+
     # Changes.
 
     def apply(self, worker_id: WorkerId, events: KvEvents, *, window: BlockWindow | None = None) -> None:

@@ -76,6 +76,9 @@ class Member:
     """Bookings on any life for which the worker still has work; their calls use the channel."""
     changed: "set[Member]" = field(default_factory=set)
     """Members whose load has changed since the last look; the fleet's members share one set."""
+    tier_free_at_s: float = 0.0
+    """Predicted end of the booked reads from its tiers, of which it makes one at a time. One that is not made after all
+    counts until its time has passed."""
     _active: BookingSums = field(default_factory=BookingSums)
     """Sums over `bookings`, so that computing a load costs only the unreported ones."""
     _load: ProjectedLoad | None = None
@@ -130,6 +133,13 @@ class Member:
         self.num_users += 1
         self._touch()
 
+    def add_tier_read(self, num_blocks: int, *, now_s: float) -> None:
+        """Count blocks that it will read from its tiers, after those before them."""
+        assert self.facts is not None, f"{self.endpoint.worker_id} reads in state {self.state}"
+        read_s = self.timing.tier_read_s(num_blocks * self.facts.block_bytes)
+        self.tier_free_at_s = max(self.tier_free_at_s, now_s) + read_s
+        self._touch()
+
     def remove_booking(self, booking: WorkerBooking) -> None:
         """Forget a booking on any life."""
         if booking in self.bookings:
@@ -153,6 +163,7 @@ class Member:
             self.unreported.clear()
             self._active = BookingSums()
             self.reported_timing = None
+            self.tier_free_at_s = 0.0
             self.attempts = AttemptCounts()
             self.is_leaving = False
         self.facts = facts
@@ -253,6 +264,7 @@ class Member:
             num_active_prefill_tokens=active.num_prompt_tokens,
             num_active_missing_tokens=active.num_missing_tokens,
             num_active_blocks=active.num_blocks,
+            tier_free_at_s=self.tier_free_at_s,
             tpot_slos=tuple(active.num_by_tpot_slo),
             timing=self.timing,
         )

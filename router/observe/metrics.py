@@ -87,6 +87,8 @@ class RouterMetrics:
         self._cancels = self._counter("kvrelay_cancels", "Requests cancelled by the client")
         self._predicted = self._counter("kvrelay_predicted_cached_tokens", "Prompt tokens expected in the cache")
         self._actual = self._counter("kvrelay_actual_cached_tokens", "Prompt tokens found in the cache")
+        self._tier_blocks = self._counter("kvrelay_planned_tier_blocks", "Blocks that plans read from tiers")
+        self._tier_s = self._counter("kvrelay_planned_tier_read_seconds", "Predicted waits for nothing but these reads")
         self._cache_error = self._histogram(
             "kvrelay_prediction_cached_tokens_error", "(predicted - actual cached tokens) / tokens", _ERRORS
         )
@@ -153,8 +155,10 @@ class RouterMetrics:
         self._actual.inc(actual)
 
     def compare_outcome(self, decision: DecisionRecord) -> None:
-        """Compare the predictions of an ended decision with its outcome."""
+        """Count an ended decision, and compare its predictions with the outcome."""
         plan = decision.plan
+        self._tier_blocks.inc(sum(plan.tier_reads.values()))
+        self._tier_s.inc(plan.predicted_tier_read_s)
         if decision.num_cached_tokens is not None:
             error = plan.predicted_cached_tokens - decision.num_cached_tokens
             self._cache_error.observe(error / max(decision.num_tokens, 1))

@@ -59,11 +59,19 @@ class ProjectedLoad:
     """Prompt tokens of the active prefills that are not predicted to be cached."""
     num_active_blocks: int = 0
     """Pages that the active requests occupy."""
+    tier_free_at_s: float = 0.0
+    """Predicted end of the reads from its tiers that this router has booked; in the past when there is none."""
     timing: TimingModel = GUESSED_TIMING
 
     def prefill_wait_s(self, now_s: float) -> float:
         """Return how long a prompt that arrives now waits for those before it."""
         return max(0.0, self.prefill_free_at_s - now_s)
+
+    def tier_read_s(self, num_bytes: int, now_s: float) -> float:
+        """Return how long bytes take to come from its tiers, after the reads before them; 0 for none."""
+        if num_bytes <= 0:
+            return 0.0
+        return max(0.0, self.tier_free_at_s - now_s) + self.timing.tier_read_s(num_bytes)
 
     def has_pages(self, *, num_blocks: int, num_growth_blocks: float, num_gone: int, num_gone_blocks: float) -> bool:
         """Return whether it had pages for a request if `num_gone` of its sequences gave `num_gone_blocks` back.

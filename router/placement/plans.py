@@ -69,6 +69,10 @@ class Plan:
     predicted_tpot_s: float | None = None
     """Gap between tokens on the decode worker, this request included."""
     pool: AnswerPool = AnswerPool.DECODE
+    predicted_tier_read_s: float = 0.0
+    """Part of `predicted_ttft_s` in which nothing but reads from tiers is waited for."""
+    tier_reads: Mapping[WorkerId, int] = field(default_factory=dict)
+    """Blocks that workers read from their tiers for it: the one that computes, and the source of the pull."""
     max_wait_s: float = math.inf
     """Longest wait for other prompts at the worker that computes this one; beyond it, the worker refuses."""
     candidates: Callable[[], tuple[PlanCandidate, ...]] = tuple
@@ -132,6 +136,9 @@ class PlacementRequest:
     count_present: Callable[[WorkerId], int] | None = None
     """Returns how many of these a worker has really stored; `cached_blocks` also counts those that it was sent to
     compute. None: all are present."""
+    num_in_pages: Callable[[WorkerId], int] | None = None
+    """Returns how many of `cached_blocks` are in the worker's pages: the leading ones; the others are in its tiers
+    only. None: all are in pages."""
 
     @property
     def waited_s(self) -> float:
@@ -180,6 +187,13 @@ class PlacementRequest:
         if self.count_present is None:
             return self.cached_blocks.get(worker_id, 0)
         return self.count_present(worker_id)
+
+    def offloaded_blocks(self, worker_id: WorkerId) -> int:
+        """Return how many blocks the worker reads from its tiers unless it computes them."""
+        if self.num_in_pages is None:
+            return 0
+        num_usable = min(self.cached_blocks.get(worker_id, 0), self.num_usable_blocks)
+        return max(0, num_usable - self.num_in_pages(worker_id))
 
     def cached_tokens(self, worker_id: WorkerId) -> int:
         """Return how many tokens the worker does not have to compute."""

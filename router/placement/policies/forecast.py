@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.ids import WorkerId
 from router.placement.loads import ProjectedLoad
@@ -22,16 +22,30 @@ class PromptForecast:
     """Time until the prompts accepted before are computed."""
     pull_s: float
     prefill_s: float
+    tier_s: float = 0.0
+    """Time until blocks are read from tiers, reads before them included: on the worker, then on the source."""
+    tier_reads: Mapping[WorkerId, int] = field(default_factory=dict)
+    """Blocks that are read so, by worker."""
 
     @property
     def ttft_s(self) -> float:
-        """Time from the choice to the first token when a pull follows the wait."""
-        return self.wait_s + self.pull_s + self.prefill_s
+        """Time from the choice to the first token when reads and a pull follow the wait."""
+        return self.wait_s + self.tier_s + self.pull_s + self.prefill_s
+
+    @property
+    def fetched_s(self) -> float:
+        """Time from the choice until prompts before are computed and all cached blocks are there, in parallel."""
+        return max(self.wait_s, self.tier_s + self.pull_s)
+
+    @property
+    def tier_read_s(self) -> float:
+        """Part of `fetched_s` in which nothing but tiers is waited for."""
+        return max(0.0, self.tier_s - self.wait_s)
 
     @property
     def ready_s(self) -> float:
-        """Time from the choice to the end of the computation when a pull runs during the wait."""
-        return max(self.wait_s, self.pull_s) + self.prefill_s
+        """Time from the choice to the end of the computation when reads and a pull run during the wait."""
+        return self.fetched_s + self.prefill_s
 
 
 def forecast_prompt(
@@ -127,6 +141,8 @@ def make_plan(
         predicted_prefill_s=chosen.prompt.prefill_s,
         predicted_ttft_s=ttft_s,
         predicted_tpot_s=chosen.tpot_s,
+        predicted_tier_read_s=chosen.prompt.tier_read_s,
+        tier_reads=chosen.prompt.tier_reads,
         candidates=lambda: tuple(option.candidate() for option in best),
         num_candidates=num_options,
     )

@@ -5,9 +5,11 @@ For a prefill worker P and a decode worker D, and for a decode worker that compu
     remote(P, D) = first token on P + work(P) + exposed transfer(P → D) + tokens(D) + missed(P, D)
     local(D)     = first token on D + work(D)                           + tokens(D) + missed(D)
 
-- *First token*: max(wait, pull) + compute. The wait is for prompts accepted before, as predicted by the worker's own
-  model and the bookings since its last report. A pull fetches leading blocks, during the wait, from the worker that
-  holds most of them; it is planned when computing the blocks would take longer.
+- *First token*: max(wait, tier read + pull) + compute. The wait is for prompts accepted before, as predicted by the
+  worker's own model and the bookings since its last report. A pull fetches leading blocks, during the wait, from the
+  worker that holds most of them; it is planned when computing the blocks would take longer. So is the read of blocks
+  that are in tiers only: of the worker's own ones, and at the source of those that are pulled. A worker makes one read
+  at a time.
 - *Work*: the cost of the computation to others: half of it for later requests, and all of it for every sequence that
   decodes on a worker which does both.
 - *Exposed transfer*: the part of the handoff that the computation cannot hide, and its calls.
@@ -49,8 +51,10 @@ from router.placement.policies.prices import (
     MIN_PULLED_BLOCKS,
     PREFILL_WORK_PRICE,
     RESERVE_PRICE,
+    PullSource,
     compute_on,
     local_option,
+    pull_sources,
     remote_option,
     token_price,
 )
@@ -86,7 +90,8 @@ class Predictive:
             return decodes
         prefills = self._preselect(request, eligible.prefill, holders)
         local_prices = self._local_prices(request, decodes, must_be_local=eligible.must_be_local)
-        sources = _sources(request, fleet, holders)
+        most = islice((each for each in holders if each[1] in fleet.sources), SHORTLIST)
+        sources = pull_sources(request, fleet, most)
         options = list(self._options(request, fleet, sources, prefills, decodes, local_prices))
         if not options:
             return refuse_without(AnswerPool.PREFILL)
@@ -103,7 +108,7 @@ class Predictive:
         self,
         request: PlacementRequest,
         fleet: FleetView,
-        sources: Sequence[tuple[int, WorkerId]],
+        sources: Sequence[PullSource],
         prefills: Iterable[ProjectedLoad],
         decodes: Sequence[ProjectedLoad],
         local_prices: Mapping[WorkerId, float],
@@ -204,20 +209,13 @@ class Predictive:
         return RetainedOn.DECODE
 
 
-def _sources(
-    request: PlacementRequest, fleet: FleetView, holders: Iterable[tuple[int, WorkerId]]
-) -> list[tuple[int, WorkerId]]:
-    """Return the (blocks, worker) of the best holders that blocks can be pulled from, best first."""
-    most = islice((each for each in holders if each[1] in fleet.sources), SHORTLIST)
-    # What a worker was only sent to compute may be waited for there, but cannot be fetched from there yet.
-    return [(request.pullable_blocks(worker_id), worker_id) for _blocks, worker_id in most]
-
-
 def _reason(request: PlacementRequest, option: PlanForecast) -> str:
     prompt = option.prompt
     pulled = "" if prompt.pull is None else f", {prompt.pull.num_blocks} blocks from {prompt.pull.source}"
+    num_reads = sum(prompt.tier_reads.values())
+    read = f", {num_reads} blocks from tiers" if num_reads else ""
     gap = "" if request.pool is AnswerPool.PREFILL else f"; {option.tpot_s * 1e3:.1f} ms between tokens"
     return (
         f"{request.num_tokens - prompt.num_cached_tokens} tokens to compute in {prompt.prefill_s * 1e3:.0f} ms"
-        f" after {max(prompt.wait_s, prompt.pull_s) * 1e3:.0f} ms{pulled}{gap}"
+        f" after {prompt.fetched_s * 1e3:.0f} ms{pulled}{read}{gap}"
     )

@@ -1,8 +1,11 @@
 """The terms of the predictive policy's cost, each in seconds; see `predictive` for the whole."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from common.ids import WorkerId
+from common.timing import GUESSED_TIMING
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Pull
 from router.placement.policies.forecast import PlanForecast, PromptForecast
@@ -21,36 +24,116 @@ MIN_PULLED_BLOCKS = 2
 """A single block is only the beginning of the chat template."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullSource:
+    """A worker that leading blocks of the prompt can be pulled from."""
+
+    worker_id: WorkerId
+    num_blocks: int
+    """Leading blocks to pull."""
+    num_in_pages: int
+    """Leading blocks in its pages; it reads further ones from its tiers first."""
+    load: ProjectedLoad | None = None
+    """Its load, as far as it is known."""
+
+    def read_s(self, num_bytes: int, now_s: float) -> float:
+        """Return how long bytes take to come from its tiers."""
+        return GUESSED_TIMING.tier_read_s(num_bytes) if self.load is None else self.load.tier_read_s(num_bytes, now_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnBlocks:
+    """The leading blocks that a worker has itself and uses."""
+
+    num_blocks: int
+    num_offloaded: int
+    """The last ones, which it reads from its tiers."""
+
+
+def pull_sources(
+    request: PlacementRequest, fleet: FleetView, holders: Iterable[tuple[int, WorkerId]]
+) -> list[PullSource]:
+    """Return the ways to pull from these (blocks, worker), the best first: all of their blocks, or those in pages."""
+    sources = []
+    for _blocks, worker_id in holders:
+        # What a worker was only sent to compute may be waited for there, but cannot be fetched from there yet.
+        num_blocks = min(request.pullable_blocks(worker_id), request.num_usable_blocks)
+        if num_offloaded := min(num_blocks, request.offloaded_blocks(worker_id)):
+            num_in_pages = num_blocks - num_offloaded
+            load = fleet.prefill.find(worker_id) or fleet.decode.find(worker_id)
+            source = PullSource(worker_id=worker_id, num_blocks=num_blocks, num_in_pages=num_in_pages, load=load)
+            sources += [source, replace(source, num_blocks=num_in_pages)]
+        else:
+            sources.append(PullSource(worker_id=worker_id, num_blocks=num_blocks, num_in_pages=num_blocks))
+    return sources
+
+
 def compute_on(
     request: PlacementRequest,
     fleet: FleetView,
-    sources: Iterable[tuple[int, WorkerId]],
+    sources: Sequence[PullSource],
     worker: ProjectedLoad,
     *,
     work_price: float,
 ) -> tuple[float, PromptForecast]:
-    """Return the cheapest way for one worker, computing alone or after a pull, behind its cost."""
-    timing, num_tokens, most_usable = worker.timing, request.num_tokens, request.num_usable_blocks
+    """Return the cheapest way for one worker, behind its cost.
+
+    It computes alone or after a pull, and reads all that it has in its tiers only, or none of it: the more tokens are
+    before a block, the longer it takes to compute, so that where any read pays, that of all does.
+    """
+    num_blocks = min(request.cached_blocks.get(worker.worker_id, 0), request.num_usable_blocks)
+    num_offloaded = request.offloaded_blocks(worker.worker_id)
+    own = OwnBlocks(num_blocks=num_blocks, num_offloaded=num_offloaded)
+    best = _compute_with(own, request, fleet, sources, worker, work_price=work_price)
+    if not num_offloaded:
+        return best
+    own = OwnBlocks(num_blocks=num_blocks - num_offloaded, num_offloaded=0)
+    return min(best, _compute_with(own, request, fleet, sources, worker, work_price=work_price), key=itemgetter(0))
+
+
+def _compute_with(
+    own: OwnBlocks,
+    request: PlacementRequest,
+    fleet: FleetView,
+    sources: Sequence[PullSource],
+    worker: ProjectedLoad,
+    *,
+    work_price: float,
+) -> tuple[float, PromptForecast]:
+    timing, num_tokens = worker.timing, request.num_tokens
     wait_s = worker.prefill_wait_s(request.now_s)
-    own_blocks = min(request.cached_blocks.get(worker.worker_id, 0), most_usable)
-    cached = own_blocks * request.block_size
+    own_s = tier_s = worker.tier_read_s(own.num_offloaded * fleet.block_bytes, request.now_s)
+    cached = own.num_blocks * request.block_size
     decodes = {"num_decodes": worker.num_decodes, "num_context_tokens": worker.num_context_tokens}
-    compute_s, pull_s, pull = timing.prefill_s(num_tokens - cached, cached, **decodes), 0.0, None
-    cost = wait_s + (1 + work_price) * compute_s
+    compute_s, pull_s, pull, num_reads = timing.prefill_s(num_tokens - cached, cached, **decodes), 0.0, None, 0
+    cost = max(wait_s, own_s) + (1 + work_price) * compute_s
     num_cached_tokens, rest_s = cached, compute_s
-    for num_blocks, source in sources:
-        usable = min(num_blocks, most_usable)
-        if source == worker.worker_id or usable < own_blocks + MIN_PULLED_BLOCKS:
+    for source in sources:
+        usable = source.num_blocks
+        if source.worker_id == worker.worker_id or usable < own.num_blocks + MIN_PULLED_BLOCKS:
             continue
-        pulling_s = timing.pull_s(source, (usable - own_blocks) * fleet.block_bytes)
+        pulling_s = timing.pull_s(source.worker_id, (usable - own.num_blocks) * fleet.block_bytes)
+        reading_s, num_read = own_s, usable - max(source.num_in_pages, own.num_blocks)
+        if num_read > 0:
+            reading_s += source.read_s(num_read * fleet.block_bytes, request.now_s)
         if num_cached_tokens != usable * request.block_size:  # the next source often holds as much
             num_cached_tokens = usable * request.block_size
             rest_s = timing.prefill_s(num_tokens - num_cached_tokens, num_cached_tokens, **decodes)
-        if (other := max(wait_s, pulling_s) + (1 + work_price) * rest_s) < cost:
+        if (other := max(wait_s, reading_s + pulling_s) + (1 + work_price) * rest_s) < cost:
             cost, cached, compute_s, pull_s = other, num_cached_tokens, rest_s, pulling_s
-            pull = Pull(source=source, num_blocks=usable)
+            pull, tier_s, num_reads = Pull(source=source.worker_id, num_blocks=usable), reading_s, num_read
+    reads = {} if pull is None or num_reads <= 0 else {pull.source: num_reads}
+    if own.num_offloaded:
+        reads[worker.worker_id] = own.num_offloaded
     forecast = PromptForecast(
-        worker=worker, pull=pull, num_cached_tokens=cached, wait_s=wait_s, pull_s=pull_s, prefill_s=compute_s
+        worker=worker,
+        pull=pull,
+        num_cached_tokens=cached,
+        wait_s=wait_s,
+        pull_s=pull_s,
+        prefill_s=compute_s,
+        tier_s=tier_s,
+        tier_reads=reads,
     )
     return cost, forecast
 
@@ -95,7 +178,7 @@ def remote_option(
     request: PlacementRequest, fleet: FleetView, prompt: PromptForecast, decode: ProjectedLoad, tokens_s: float
 ) -> PlanForecast:
     """Return the plan that computes here and decodes there; `tokens_s` is the decode worker's `token_price`."""
-    present = request.cached_blocks.get(decode.worker_id, 0)
+    present = request.cached_blocks.get(decode.worker_id, 0) - request.offloaded_blocks(decode.worker_id)
     num_bytes = max(0, request.num_prefill_blocks - present) * fleet.block_bytes
     transfer_s = decode.timing.pull_s(prompt.worker.worker_id, num_bytes)
     last_chunk = min(request.num_tokens - prompt.num_cached_tokens, prompt.worker.timing.max_step_tokens)
@@ -122,11 +205,13 @@ def _priced(
 ) -> PlanForecast:
     terms = {
         "wait": prompt.wait_s,
-        "pull": max(0.0, prompt.pull_s - prompt.wait_s),
+        "pull": prompt.fetched_s - prompt.wait_s - prompt.tier_read_s,
         "compute": prompt.prefill_s,
         "work": work_price * prompt.prefill_s,
         **own_terms,
         "missed": _missed_first_token(request, prompt.ready_s),
     }
+    if prompt.tier_s:
+        terms["tier_read"] = prompt.tier_read_s
     cost = sum(terms.values())
     return PlanForecast(prompt=prompt, decode=decode, tpot_s=_gaps(request, decode)[1], cost=cost, terms=terms)

@@ -295,7 +295,9 @@ def test_tail_names_whose_requests_wait_for_what_and_their_plans_largest_cost() 
         for name, line_s in (("late", 20.0), ("latest", 30.0))
     ]
     known = {RequestId("late"): {"queue": 20.0, "prefill": 0.5}, RequestId("latest"): {"queue": 1.0, "prefill": 0.5}}
-    view = replace(make_view(*usual, *late), terms=lambda wanted: {each: known[each] for each in wanted})
+    view = replace(
+        make_view(*usual, *late), terms=lambda wanted: {each: known[each] for each in known if each in wanted}
+    )
     (tail,) = (each for each in find(view) if each.cause is Cause.TAIL)
     assert tail.text == (
         "the slowest 2 of 40 requests wait 25.5 s for their first token, half of all at most 530 ms: 25 s of it is the"
@@ -305,6 +307,16 @@ def test_tail_names_whose_requests_wait_for_what_and_their_plans_largest_cost() 
     )
     assert tail.lost_s == pytest.approx((25.52 - 0.53) / 20)
     assert "`kvrelay why --request latest`" in tail.changes[0]
+
+
+def test_wait_for_tiers_is_told_apart_from_that_for_other_prompts() -> None:
+    requests = [replace(USUAL, request_id=RequestId(name), worker_queue_s=1.0, ttft_s=1.52) for name in "ab"]
+    known = {RequestId("a"): {"tier_read": 0.8, "compute": 0.5}, RequestId("b"): {"compute": 0.5}}
+    found = find(replace(make_view(*requests), terms=lambda wanted: {each: known[each] for each in wanted}))
+    read, other = (next(each for each in found if each.cause is cause) for cause in (Cause.TIER_READ, Cause.PREFILL))
+    assert [read.lost_s, other.lost_s] == pytest.approx([0.4, 0.6])
+    assert "prompts wait 0.4 s for cached blocks that are read from tiers, as 50% of them do" in read.text
+    assert Cause.TIER_READ not in causes(make_view(*requests))
 
 
 def test_requests_that_are_all_about_as_slow_have_no_tail() -> None:
