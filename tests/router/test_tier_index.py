@@ -115,7 +115,7 @@ AgainstNaive.TestCase.settings = settings(max_examples=80, stateful_step_count=3
 TestAgainstNaive = AgainstNaive.TestCase
 
 
-def test_number_in_pages_costs_the_logarithm_of_the_blocks_and_nothing_without_tiers() -> None:
+def test_number_in_pages_costs_the_logarithm_of_the_blocks() -> None:
     index, prompt = PrefixIndex(), range(4096)
     store(index, A, *prompt)
     index.apply(B, KvEvents(stored=blocks(*prompt), offloaded=blocks(*prompt[1000:])))
