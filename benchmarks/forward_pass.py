@@ -120,7 +120,7 @@ def _load_native(model_dir: Path, weights_format: str) -> Any:
     from engine.ops.select import choose_cpu_kernels, load_cpu_kernels
     from engine.weights.config import parse_config, read_json
     from engine.weights.quantize import quantize_weights
-    from engine.weights.ranks import num_segments
+    from engine.weights.segments import num_segments
 
     config = parse_config(read_json(model_dir / "config.json"))
     dtype = torch.float32 if weights_format == "float32" else torch.bfloat16

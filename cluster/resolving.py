@@ -3,10 +3,12 @@
 from collections.abc import Collection
 from pathlib import Path
 
+from cluster.doctor.ranks import refuse_ranks
 from cluster.processes.starter import Report
 from common.config import RouterConfig, ServingConfig
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, expanded, resolve_model
 from common.ports import dial_address, free_ports, is_port_free
+from common.process import CannotStart
 
 
 class ClusterError(Exception):
@@ -27,8 +29,11 @@ def with_model(config: ServingConfig, config_path: Path, report: Report) -> Serv
     except ModelNotFound as error:
         if model.id != DEFAULT_MODEL_ID:
             raise ClusterError(f"{config_path}:{error.key}: {error}") from error
-        _fetch_default_model(report)
-        return config
+        folder = _fetch_default_model(report)
+    try:
+        refuse_ranks(config, folder)
+    except CannotStart as error:
+        raise ClusterError(f"{config_path}:{error.key}: {error}") from error
     is_local_folder = model.id != DEFAULT_MODEL_ID and expanded(model.id).is_dir()
     if not is_local_folder:
         return config
@@ -47,11 +52,11 @@ def _report_faults(folder: Path, report: Report) -> None:
         report(f"generation_config.json of {folder.name}: {fault}; it is left out")
 
 
-def _fetch_default_model(report: Report) -> None:
+def _fetch_default_model(report: Report) -> Path:
     from engine.default_model import FetchFailed, fetch_default_model  # imports torch
 
     try:
-        fetch_default_model(report)
+        return fetch_default_model(report)
     except FetchFailed as error:
         raise ClusterError(str(error)) from error
 

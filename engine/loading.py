@@ -36,7 +36,7 @@ from engine.speculation.heads import HeadsDrafter
 from engine.weights.config import DecoderConfig, TransformersConfig, UnsupportedModel
 from engine.weights.heads import DraftHeads
 from engine.weights.precision import dtype_name, resolve_device
-from engine.weights.ranks import num_segments
+from engine.weights.segments import check_ranks, num_segments
 
 __all__ = ["load_draft_heads", "load_draft_layer", "load_executor", "mtp_bytes"]
 
@@ -52,8 +52,9 @@ def load_executor(options: EngineOptions) -> Executor:
     may_have_window_pages = options.may_have_window_pages and resolve_device(options.device).type == "cpu"
     model = ModelDescription.read(options, may_have_window_pages=may_have_window_pages)
     _check_fixed_pages(model, options)
-    if options.tensor_parallel > 1:
-        _check_ranks(model, options)
+    native = None if isinstance(model.config, TransformersConfig) else model.config
+    is_quantized = options.quantization is not None or model.weight_format is not None
+    check_ranks(native, options.tensor_parallel, is_quantized=is_quantized)
     if isinstance(model.config, TransformersConfig):
         executor = _load_foreign(model, model.config, options)
     elif model.device.type == "cpu" and options.tensor_parallel > 1:
@@ -156,17 +157,6 @@ def _load_ranks(model: ModelDescription, config: DecoderConfig, options: EngineO
         raise
     draw_kernel = None if kernels is None else compiled_draw(kernels)
     return ModelExecutor[Any](decoder, store, ops, model.info, floors, draw_kernel)
-
-
-def _check_ranks(model: ModelDescription, options: EngineOptions) -> None:
-    """Raise UnsupportedModel for what several ranks do not compute."""
-    reason = None
-    if isinstance(model.config, TransformersConfig):
-        reason = "cannot cut what transformers computes among ranks; set model.engine: vllm"
-    elif options.quantization is not None or model.weight_format is not None:
-        reason = "cannot cut quantized weights among ranks; choose plain ones"
-    if reason is not None:
-        raise UnsupportedModel(reason, key="pools.*.tensor_parallel")
 
 
 def _load_foreign(model: ModelDescription, config: TransformersConfig, options: EngineOptions) -> Executor:

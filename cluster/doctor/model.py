@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.doctor.finding import DoctorFinding, failure, ok, warning
+from cluster.doctor.ranks import check_ranks
 from common.chat_template import Conversation
 from common.config import ServingConfig
 from common.errors import InvalidRequest
@@ -28,6 +29,7 @@ def check_model(config: ServingConfig) -> Iterator[DoctorFinding]:
             yield failure("model files", str(error), advice)
         return
     yield ok("model files", str(folder))
+    yield from check_ranks(config, folder)
     yield _chat_template(folder, config.model.chat_template)
 
 

@@ -21,7 +21,8 @@ from engine.ranks.memory import RankMemory
 from engine.ranks.products import cut_products
 from engine.weights.config import DecoderConfig, UnsupportedModel
 from engine.weights.decoder_weights import DecoderWeights, Linear, plain
-from engine.weights.ranks import Rank, num_segments
+from engine.weights.ranks import Rank
+from engine.weights.segments import num_segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ import os
 from engine.device.shared_memory import allocate_region
 from engine.ops.cpu.library import CpuKernels, Ranks
 from engine.weights.config import DecoderConfig
-from engine.weights.ranks import Rank, num_segments
+from engine.weights.ranks import Rank
+from engine.weights.segments import num_segments
 
 _ROWS_TOGETHER = 256
 _LEAST_FLOATS = 1 << 22

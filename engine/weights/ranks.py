@@ -1,46 +1,23 @@
-"""How a decoder is cut among ranks, and the segments in which sums over them are added up.
+"""How a decoder is cut among ranks.
 
 A rank has some heads, a part of each MLP and expert between its projections, and a part of the vocabulary. Products
 whose inputs are cut (after attention, and down) are added up in segments, in float32, from first to last, whose number
-follows from the model alone: every number of ranks adds up the same numbers in the same order, one rank included.
+follows from the model alone (`engine.weights.segments`): every number of ranks adds up the same numbers in the same
+order, one rank included.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd
 
 import torch
 from torch import Tensor
 
-from engine.weights.config import DecoderConfig, UnsupportedModel
+from engine.weights.config import DecoderConfig
 from engine.weights.layout import FusedProjection, layer_projections
+from engine.weights.segments import check_ranks
 
 CUT_BY_INPUTS = frozenset({"output", "down"})
 """Fields of projections whose inputs are cut among ranks; `qkv` and `gate_up` are cut by their outputs."""
-
-_MOST_SEGMENTS = 12
-_UNIT = 32
-"""Values of a segment are a multiple of this, the depth that a tile register takes."""
-
-
-def num_segments(config: DecoderConfig) -> int:
-    """Return the segments of products whose inputs may be cut. Ranks have equal numbers of them."""
-    experts = config.experts
-    if config.recurrent is not None or config.latent is not None or config.lone_layers:
-        return 1
-    if experts is not None and experts.has_bias:
-        return 1
-    sizes = {config.attended_size, *config.gated_sizes}
-    if any(size % _UNIT for size in sizes):
-        return 1
-    return gcd(_MOST_SEGMENTS, config.num_heads, *(size // _UNIT for size in sizes))
-
-
-def possible_ranks(config: DecoderConfig) -> list[int]:
-    """Return the numbers of ranks among which a decoder can be cut."""
-    segments, heads = num_segments(config), config.num_kv_heads
-    counts = [count for count in range(1, segments + 1) if not segments % count]
-    return [count for count in counts if not heads % count or not count % heads]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +38,7 @@ class Rank:
 
     def config(self, config: DecoderConfig) -> DecoderConfig:
         """Return the rank's part of a decoder. Raises UnsupportedModel, naming the numbers that are possible."""
-        possible = possible_ranks(config)
-        if self.size not in possible:
-            raise UnsupportedModel(
-                f"cannot cut this model among {self.size} ranks: its {config.num_heads} heads, {config.num_kv_heads}"
-                f" key heads and inner sizes allow {', '.join(map(str, possible))}",
-                key="pools.*.tensor_parallel",
-            )
+        check_ranks(config, self.size)
         experts = config.experts
         if experts is not None:
             shared = experts.shared and replace(experts.shared, size=experts.shared.size // self.size)

@@ -241,6 +241,38 @@ def test_up_when_the_model_is_missing_says_so_before_anything_starts(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "reason"),
+    [
+        ({}, 3, "cannot cut this model among 3 ranks: its 4 heads, 2 key heads and inner sizes allow 1, 2"),
+        ({"quantization": "int8"}, 2, "cannot cut quantized weights"),
+        ({"id": "foreign"}, 2, "cannot cut what transformers computes"),
+        ({}, 2, ""),
+        ({"engine": "vllm"}, 3, ""),
+    ],
+)
+def test_number_of_ranks_that_the_model_forbids_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, str], num_ranks: int, reason: str
+) -> None:
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path / "cache"))
+    monkeypatch.setattr("cluster.lifecycle.start_supervisor", lambda _dir, _report: StartFailure(reason="started"))
+    if model.get("id") == "foreign":
+        (tmp_path / "config.json").write_text('{"architectures": ["OlmoForCausalLM"]}')
+        model = {"id": str(tmp_path)}
+    config = make_config(
+        launcher="local",
+        model={"engine": "torch", "id": "random:tiny", "device": "cpu"} | model,
+        pools={"decode": {"tensor_parallel": num_ranks}},
+    )
+
+    with pytest.raises(ClusterError) as caught:
+        start(config, tmp_path / "run")
+
+    expected = f"serving.yaml:pools.decode.tensor_parallel: {reason}" if reason else "started"
+    assert str(caught.value).startswith(expected)
+    assert (tmp_path / "run").exists() == (not reason)
+
+
 def test_up_without_a_compiler_says_what_would_make_it_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

@@ -21,7 +21,7 @@ from engine.ops.select import cpu_runs_kernels
 from engine.runner import KeptStates
 from engine.sequence import Sequence
 from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
-from engine.weights.ranks import num_segments, possible_ranks
+from engine.weights.segments import num_segments, possible_ranks
 from tests.engine.driver import GREEDY, Driver, load, make_sequence
 from tests.engine.tiny_models import make_model, make_prompt
 

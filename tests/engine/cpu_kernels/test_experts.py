@@ -18,7 +18,7 @@ from engine.weights.grouped import GroupedLinear
 from engine.weights.layout import allocate_weights, checkpoint_views
 from engine.weights.quantize import QuantizationMethod, quantize_weights, quantizer
 from engine.weights.random_weights import fill_random
-from engine.weights.ranks import num_segments
+from engine.weights.segments import num_segments
 from tests.engine.cpu_kernels.pages import CPU, make_store, spans_for
 from tests.engine.driver import load
 from tests.engine.every_way import assert_answers_are_those_of_transformers
