@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import Callable
@@ -27,7 +28,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from common.process import PARENT_PID_ENV
+from common.process import PARENT_PID_ENV, CannotStart
 from engine.model.decoder import Decoder
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.ops import CpuOps, CpuStepOps
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 _EXIT_LOST = 70  # sysexits.h: internal software error
 _CLOSE_TIMEOUT_S = 10.0
+LOAD_S, LOAD_FACTOR = 120.0, 5.0
+"""Seconds that the others have once the first rank has its weights, or so many times what it took if that is more."""
 
 
 def end_without(pid: int) -> None:
@@ -70,6 +73,7 @@ class Followers:
 
         `num_floats`: see `Start.buffer_size`. `module`: their program.
         """
+        self._started_s = time.monotonic()
         self._sockets: list[socket.socket] = []
         self._pipes: list[Connection] = []
         self._sending, self._asking = threading.Lock(), threading.Lock()
@@ -123,8 +127,18 @@ class Followers:
             os.close(fd)
 
     def await_loaded(self) -> None:
-        """Wait until every rank has its weights. Raises UnsupportedModel for one that cannot load them."""
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
+        """Wait until every rank has its weights; the first one has its own.
+
+        Raises UnsupportedModel for one that cannot load them, CannotStart for one that takes far longer than the first.
+        """
+        begun_s = time.monotonic()
+        limit_s = max(LOAD_S, LOAD_FACTOR * (begun_s - self._started_s))
+        for idx, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True), 1):
+            if not pipe.poll(max(0.0, begun_s + limit_s - time.monotonic())):
+                raise CannotStart(
+                    f"cannot start the ranks: rank {idx} (process {process.pid}) has no weights {limit_s:.0f} s after"
+                    " the first one; look whether it is stopped, or waits for its disk"
+                )
             try:
                 complaint = pipe.recv_bytes().decode()
             except EOFError:

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from common.ids import BlockId
+from common.process import CannotStart
+from engine.ranks.decoder import TorchRankPart
 from engine.ranks.group import RankGroup, RankLost
 from engine.runner import KeptStates, ModelExecutor
 from engine.weights.ranks import Rank
@@ -153,3 +155,21 @@ def test_sigkill_of_a_rank_in_torch_ends_all_of_them(llama: Path, victim: str) -
         _, alive = psutil.wait_procs([rank], _DEADLINE_S)
         assert served.wait(_DEADLINE_S) in ((1, 70) if victim == "other" else (-signal.SIGKILL,))
     assert not alive
+
+
+def test_rank_that_is_stopped_while_it_loads_is_named_and_ended(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_part, before = TorchRankPart.load, {*psutil.Process().children()}
+    ranks: list[psutil.Process] = []
+
+    def stop_the_last(*given: Any) -> TorchRankPart:
+        ranks.extend(each for each in psutil.Process().children() if each not in before)
+        ranks[-1].suspend()
+        return load_part(*given)
+
+    monkeypatch.setattr(TorchRankPart, "load", stop_the_last)
+    monkeypatch.setattr("engine.ranks.leader.LOAD_S", 1.0)
+    monkeypatch.setattr("engine.ranks.leader._CLOSE_TIMEOUT_S", 0.1)
+    with pytest.raises(CannotStart, match=r"rank 1 \(process \d+\) has no weights \d+ s after the first one"):
+        load_ranks(llama, 2)
+    assert len(ranks) == 1
+    assert not ranks[0].is_running()
