@@ -89,9 +89,9 @@ class RayCluster:
             list(pool.map(lambda host: host.run("~/kvrelay/.venv/bin/ray stop --grace-period 3"), running))
         return time.monotonic() - started_s
 
-    def kvrelay(self, arguments: str, *, at: Host | None = None, exit_status: int = 0) -> str:
+    def kvrelay(self, arguments: str, *, at: Host | None = None, exit_status: int = 0, environment: str = "") -> str:
         """Run a command of kvrelay's on the head or another host, and return what it says. Asserts its exit status."""
-        command = f"cd ~/kvrelay && COLUMNS=150 .venv/bin/kvrelay {arguments}"
+        command = f"cd ~/kvrelay && COLUMNS=150 {environment} .venv/bin/kvrelay {arguments}"
         done = (at or self.head).run(command, check=False, timeout_s=180)
         told = done.stdout + done.stderr
         assert done.returncode == exit_status, f"kvrelay {arguments}: exit {done.returncode}\n{told}"

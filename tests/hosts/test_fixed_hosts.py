@@ -17,6 +17,7 @@ from kvrelay.client import AsyncClient
 from tests.e2e.harness import pids
 from tests.e2e.streams import answers, running_streams
 from tests.hosts.network import Host, why_not
+from tests.hosts.rank_steps import lose_a_rank_in_mid_stream
 from tests.hosts.ray_cluster import NAME, logs_of
 from tests.hosts.site import NUM_TOKENS, Site, site_on, workers_at
 from tests.hosts.trust_steps import refuse_strangers_in_mid_stream
@@ -85,6 +86,12 @@ async def test_streams_of_another_hosts_router_survive_controller_and_head(site:
         await asyncio.to_thread(site.cluster.kvrelay, "scale decode=1")
         assert await pids(client) == {name: pid for name, pid in before.items() if name != "decode-1"}
         site.journal.note("the controller that came back owns the pools: kvrelay scale decode=1")
+
+
+async def test_worker_that_loses_a_rank_is_replaced_and_answers_as_one_rank_does(site: Site) -> None:
+    folder = site.head.state / "ranks"
+    folder.mkdir()
+    await lose_a_rank_in_mid_stream(site, folder)
 
 
 def test_ray_down_leaves_no_process(site: Site) -> None:
