@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common.ids import BlockId
+from common.model_files import default_model_dir
 from common.sampling import SamplingParams
 from engine.executor import Executor
 from engine.ops.cpu.build import NotBuilt, find_compiler
@@ -102,6 +103,11 @@ def test_every_number_of_ranks_gives_the_answers_and_the_pages_of_one(
 ) -> None:
     save(tmp_path, name, **sizes)
     assert answer(tmp_path, num_ranks, **options) == answer(tmp_path, 1, **options)
+
+
+@pytest.mark.model
+def test_real_model_in_three_ranks_gives_the_answers_and_the_pages_of_one() -> None:
+    assert answer(default_model_dir(), 3, dtype="bfloat16") == answer(default_model_dir(), 1, dtype="bfloat16")
 
 
 def test_states_and_logits_for_drafts_are_those_of_one_process(llama: Path) -> None:
