@@ -10,7 +10,8 @@ for the host: step n + 1 is planned and launched while step n computes.
 So plans are made before the tokens of one step are known; these are *pending*. Consequences:
 
 1. A sequence runs on its pending token, by its place (`Sequence.pending_row`), unless the host needs the value; then
-   it skips the step.
+   it skips the step. With a grammar it runs, and its next token is chosen once the pending one is known
+   (`StepHandle.choose`), while the step computes. Tokens that the grammar then forces make that choice void.
 2. A sequence may have ended (end token, stop string, cancelled) while a step with it is in flight. That step's result
    for it is dropped (`OutputProcessor`), and its pages stay held until then (`Scheduler.finish`).
 3. Pages are published in the prefix cache once their step is taken and their tokens are known (`Pages.publish`).
@@ -321,10 +322,7 @@ class EngineCore:
         try:
             results = self._pipeline.take()
         except Exception as error:  # noqa: BLE001 - as above
-            plans = [plan, *self._pipeline.abandon()]
-            emitted += self._fail(plans, error)
-            for failed in plans:
-                self.scheduler.land(failed)
+            self._abandon([plan], error, emitted)
             return
         self._end_failed(plan, results, emitted)
         seconds = self._timer.end(plan, results)
@@ -332,6 +330,17 @@ class EngineCore:
             self.scheduler.speculator.observe(plan, results, seconds)
         self.scheduler.complete(plan, results)
         emitted += self._outputs.process(plan, results)
+        try:
+            self._pipeline.choose()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._abandon([], error, emitted)
+
+    def _abandon(self, taken: Seq[StepPlan], error: Exception, emitted: Emitted) -> None:
+        """End every request of taken steps that have failed, and of all in flight."""
+        plans = [*taken, *self._pipeline.abandon()]
+        emitted += self._fail(plans, error)
+        for failed in plans:
+            self.scheduler.land(failed)
 
     def _end_failed(self, plan: StepPlan, results: Seq[StepResult], emitted: Emitted) -> None:
         """End the requests whose logits a step left without a finite maximum; none of what it computed is published.

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from common.pooling import Pooling
 from common.tokens import TokenArray, as_tokens
 from engine.kv_store import KvStore
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceState
+from engine.text.grammar import Allowed
 from engine.work import StepFloors
 
 Hidden: TypeAlias = npt.NDArray[np.float32]
@@ -86,6 +87,12 @@ class ScheduledSequence:
     """Other tokens that may follow the leading ones of the draft. No two begin with the same token at one place."""
     rejects: bool = False
     """Whether its draft is verified by the rejection rule: accepted with the probability that the model gives it."""
+    token_index: int = field(init=False)
+    """Index of the first token that the step samples among the generated ones."""
+
+    def __post_init__(self) -> None:
+        """Take the index before the sequence goes on."""
+        self.token_index = self.sequence.num_output_tokens + (self.input_row is not None)
 
     @property
     def num_sampled(self) -> int:
@@ -139,9 +146,28 @@ class ScheduledSequence:
         return Walk(places)
 
     @property
-    def token_index(self) -> int:
-        """Index of the first token that this step samples among the generated ones. Valid inside `launch`."""
-        return self.sequence.num_output_tokens + (self.input_row is not None)
+    def chooses_late(self) -> bool:
+        """Whether its token is chosen in `StepHandle.choose`: what its grammar allows depends on the pending token."""
+        return self.input_row is not None and self.sequence.request.grammar is not None
+
+    @property
+    def is_input_known(self) -> bool:
+        """Whether the host knows all tokens before the first that the step samples."""
+        return self.token_index <= self.sequence.num_output_tokens
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether what the step samples is void: its grammar has forced that token, and maybe others behind it.
+
+        Valid until the step's own tokens are appended.
+        """
+        return self.token_index < self.sequence.num_output_tokens
+
+    def allowed(self, path: TokenArray) -> list[Allowed] | None:
+        """Return what `Sequence.allowed` does; None also while that is not known, and when it has ended."""
+        sequence = self.sequence
+        is_due = self.is_input_known and sequence.state is not SequenceState.FINISHED
+        return sequence.allowed(path) if is_due else None
 
     @property
     def first_pooled(self) -> int | None:
@@ -205,6 +231,14 @@ class StepResult:
 class StepHandle(Protocol):
     """A launched step. Engine thread only."""
 
+    def choose(self) -> None:
+        """Choose the tokens that waited for those of the step before (`ScheduledSequence.chooses_late`).
+
+        Called once these are appended, before the next launch; not at all when nothing waits, or the step before has
+        failed. When it raises, the step no longer runs. Raises DeviceBroken.
+        """
+        ...
+
     def results(self) -> list[StepResult]:
         """Wait for the step and return one result per scheduled sequence, in order. Called exactly once.
 
@@ -219,6 +253,9 @@ class DoneStep:
     """The handle of an executor that computes inside `launch`."""
 
     step_results: list[StepResult]
+
+    def choose(self) -> None:
+        """Do nothing: no token waited."""
 
     def results(self) -> list[StepResult]:
         """Return the results."""

@@ -46,7 +46,7 @@ class FaultToken(enum.IntEnum):
     """The step fails."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Chunk:
     """A scheduled sequence, and copies of its data that change after the launch."""
 
@@ -58,7 +58,7 @@ class _Chunk:
     pages: list[int]
     """Those of the block table, `with_windows`."""
     allowed: list[Allowed] | None
-    """Tokens that its grammar allows next, and behind each drafted one; None without one."""
+    """Tokens that its grammar allows next, and behind each drafted one; None without one, or until they are known."""
     branches: "list[_Chunk]"
     """Its branches, each with the whole path of drafted tokens."""
     first_pooled: int | None
@@ -71,7 +71,7 @@ class _Chunk:
         index, pooled = item.token_index, item.first_pooled
 
         def chunk(draft: TokenArray, table: "array[int]", branches: "list[_Chunk]") -> "_Chunk":
-            allowed = sequence.allowed(draft) if item.num_samples else None
+            allowed = item.allowed(draft) if item.num_samples else None
             return cls(item, start, index, known + draft, store.with_windows(table), allowed, branches, pooled)
 
         pairs = zip(item.branches, item.paths, strict=True)
@@ -93,6 +93,12 @@ class FakeStep:
         self._chunks = chunks
         self._previous = previous
         self._results: list[StepResult] | None = None
+
+    def choose(self) -> None:
+        """Look at what grammars allow, now that the tokens of the step before are known."""
+        for chunk in self._chunks:
+            if chunk.item.chooses_late:
+                chunk.allowed = chunk.item.allowed(chunk.item.draft)
 
     def compute(self) -> None:
         """Write KV and sample. Runs after all work that was launched before it."""

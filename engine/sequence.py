@@ -157,8 +157,8 @@ class Sequence:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether the host needs the value of the sampled token before the next step; penalties do without."""
-        return self.is_pinned or self.request.sampling.has_beams or self.request.grammar is not None
+        """Whether the host needs the value of the sampled token before the next step; grammars need it later."""
+        return self.is_pinned or self.request.sampling.has_beams
 
     @property
     def will_decode(self) -> bool:
@@ -258,6 +258,11 @@ class Sequence:
         """Add a generated token; extends block_hashes when it fills a block. O(1)."""
         self.token_ids.append(token_id)
         self.hash_new_blocks()
+
+    def force_token(self, token_id: int) -> None:
+        """Add a token that its grammar forces. A step in flight may sample one for that place, which is then void."""
+        self.num_pending = 0
+        self.append_token(token_id)
 
     def append_tokens(self, token_ids: TokenArray) -> None:
         """Add generated tokens."""

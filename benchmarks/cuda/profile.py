@@ -75,6 +75,11 @@ class _TimedHandle:
     _handle: StepHandle
     _clock: _Clock
 
+    def choose(self) -> None:
+        started_s = time.perf_counter()
+        self._handle.choose()
+        self._clock.launch_s += time.perf_counter() - started_s
+
     def results(self) -> list[StepResult]:
         started_s = time.perf_counter()
         results = self._handle.results()

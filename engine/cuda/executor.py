@@ -7,30 +7,36 @@ A step goes to the device as one packed copy; its tokens and its log-probabiliti
 that the host does not know yet (`ScheduledSequence.input_row`) is read where the previous step left it. Steps are
 launched on one stream, so that no event is needed between them; `StepHandle.results` waits for its own step's copies.
 
+Where a grammar has to read such a token first, a step is launched in two parts, and the second waits for the results of
+the step before:
+
+    host     launch 2 ─ results 1 ─ choose 2 ─ plan 3 ─ launch 3 ─ results 2 ─ choose 3 …
+    device   ┴─ copy in · forward 2 ─┴─ masks in · choose 2 · copy out ┴─ copy in · forward 3 …
+
 Pages are not cleared when they get a new owner: the kernels do not read beyond a sequence's end. (`TorchOps` does, and
 clears them itself.)
 """
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.cuda.buffers import BlockTables, DecodeColumns, RaggedColumns, SentStep, TableUpdate
 from engine.cuda.graphs import DecodeGraphs, DeviceOps, decode_sizes
+from engine.cuda.launched_step import LaunchedStep, PooledFetch, Raced, SamplesPlan, chooses_late
 from engine.device.columns import Column, PackedColumns
-from engine.device.devices import Fetch, device_for, errors_of_device
-from engine.executor import DeviceBroken, DoneStep, Hidden, ScheduledSequence, StepHandle, StepResult
+from engine.device.devices import device_for, errors_of_device
+from engine.executor import DeviceBroken, DoneStep, ScheduledSequence, StepHandle
 from engine.kv_store import KvStore
 from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
 from engine.pages.kv_cache import TorchKvStore
-from engine.sampling.draw import RaceColumns, first_best
 from engine.sampling.logits import LogprobsFetch, fetch_logprobs
 from engine.sampling.plan import Chosen, SamplingPlan
 from engine.sampling.sampler import Nucleus, Sampler, sampling_rows
@@ -117,8 +123,14 @@ class CudaExecutor:
         if not batch:
             return DoneStep([])
         size = self._decode.size_for(len(batch)) if all(map(_is_decode, batch)) else None
-        try:
+        with self._ending_with_errors():
             return self._launch_ragged(batch) if size is None else self._launch_decode(batch, size)
+
+    @contextmanager
+    def _ending_with_errors(self) -> Iterator[None]:
+        """Launch work of which nothing runs any more when it raises. Raises DeviceBroken."""
+        try:
+            yield
         except BaseException as error:
             if self.announce is not None:  # what others have launched waits for this rank
                 raise DeviceBroken(f"cannot go on: a step has failed in one of several ranks: {error}") from error
@@ -136,16 +148,13 @@ class CudaExecutor:
         samples = [row for item in batch for row in sampling_rows(item)]
         step = self._decode.add(batch, rows, size, columns, samples=samples)
         update = self._tables.plan(sequences, rows, columns)
-        sampling = self._sampler.plan_rest(samples, columns)
+        sampling = None if chooses_late(batch) else self._sampler.plan_rest(samples, columns)
         self._send(step, columns, update)
         words = self._decode.upload(step, columns)
         self._tables.apply(update, words)
         output = self._decode.run(step)
-        chosen = sampling.choose(
-            output.logits[: len(batch)], words, output.token_ids[: len(batch)], self._decode.last_sampled
-        )
-        self._keep_sampled(chosen)
-        return _LaunchedStep(num_samples=(1,) * len(batch), chosen=chosen, prompt_logprobs=())
+        raced = Raced(logits=output.logits[: len(batch)], token_ids=output.token_ids[: len(batch)])
+        return self._launched(batch, words, raced, sampling)
 
     def _launch_ragged(self, batch: Seq[ScheduledSequence]) -> StepHandle:
         """Launch any step, kernel by kernel."""
@@ -155,7 +164,7 @@ class CudaExecutor:
         columns = PackedColumns()
         step = RaggedColumns.add(batch, metadata, rows, self._ops.tile_tokens, columns)
         update = self._tables.plan(sequences, rows, columns)
-        samples = _SamplesPlan.of(batch, metadata, self._sampler, columns)
+        samples = SamplesPlan.of(batch, metadata, self._sampler, columns)
         wanted = [each for i, item in enumerate(batch) for each in _prompt_logprobs(i, item, metadata, columns)]
         rows_of_logits = [slice(each.first_token, each.first_token + each.num_rows) for each in wanted]
         self._send(step, columns, update, (*rows_of_logits, *([samples.last_tokens] if samples is not None else [])))
@@ -165,19 +174,49 @@ class CudaExecutor:
         hidden = self._model.forward(token_ids, self._ops.bind(step.on_device(words, self._tables.tables)))
         logprobs = tuple((each.item_idx, self._fetch_prompt_logprobs(each, hidden, words)) for each in wanted)
         pooled = self._fetch_pooled(batch, metadata, hidden)
-        chosen = None
-        if samples is not None:
-            chosen = samples.choose(samples.logits(self._model, hidden, words), words, self._decode.last_sampled)
-            self._keep_sampled(chosen)
-        # Others may fetch the KV of a step that samples nothing: its results must wait for it too.
-        ended = device_for(self._device).fetch(words[:1]) if chosen is None else None
-        return _LaunchedStep(
+        if samples is None:
+            return self._launched(batch, words, prompt_logprobs=logprobs, pooled=pooled)
+        raced = samples.run_race(self._model, hidden, words)
+        return self._launched(batch, words, raced, samples.sampling, prompt_logprobs=logprobs, pooled=pooled)
+
+    def _launched(
+        self,
+        batch: Seq[ScheduledSequence],
+        words: Tensor,
+        raced: Raced | None = None,
+        sampling: SamplingPlan | None = None,
+        *,
+        prompt_logprobs: tuple[tuple[int, LogprobsFetch], ...] = (),
+        pooled: PooledFetch | None = None,
+    ) -> LaunchedStep:
+        """Return a step of which the tokens are still to be chosen: at once, or later without a plan."""
+        chosen = None if raced is None or sampling is None else self._choose(raced, sampling, words)
+        return LaunchedStep(
             num_samples=tuple(item.num_samples for item in batch),
             chosen=chosen,
-            prompt_logprobs=logprobs,
+            choose_late=None if raced is None else partial(self._choose_late, batch, raced),
+            prompt_logprobs=prompt_logprobs,
             pooled=pooled,
-            ended=ended,
+            # Others may fetch the KV of a step that samples nothing: its results must wait for it too.
+            ended=device_for(self._device).fetch(words[:1]) if chosen is None else None,
         )
+
+    def _choose(self, raced: Raced, sampling: SamplingPlan, words: Tensor) -> Chosen:
+        """Choose tokens, and leave them where the next step may read them."""
+        last_sampled = self._decode.last_sampled
+        chosen = sampling.choose(raced.logits, words, raced.token_ids, last_sampled)
+        # The negative token of a failed row is not an index.
+        torch.clamp(chosen.token_ids, min=0, out=last_sampled[: len(chosen.token_ids)])
+        return chosen
+
+    @torch.inference_mode()
+    def _choose_late(self, batch: Seq[ScheduledSequence], raced: Raced) -> Chosen:
+        """Choose the tokens of a batch whose inputs the host has got to know."""
+        with self._ending_with_errors():
+            columns = PackedColumns()
+            rows = [row for item in batch if item.num_samples for row in sampling_rows(item)]
+            sampling = self._sampler.plan_rest(rows, columns)
+            return self._choose(raced, sampling, columns.upload(self._device))
 
     def _send(
         self,
@@ -191,18 +230,13 @@ class CudaExecutor:
             update = replace(update, contents={})
             self.announce(SentStep(words=columns.words(), update=update, step=step, logits=logits))
 
-    def _keep_sampled(self, chosen: Chosen) -> None:
-        """Leave the tokens where the next step may read them; the negative token of a failed row is not an index."""
-        num_rows = len(chosen.token_ids)
-        torch.clamp(chosen.token_ids, min=0, out=self._decode.last_sampled[:num_rows])
-
     def _fetch_prompt_logprobs(self, wanted: _PromptLogprobs, hidden: Tensor, words: Tensor) -> LogprobsFetch:
         logits = self._model.logits(hidden[wanted.first_token : wanted.first_token + wanted.num_rows])
         return fetch_logprobs(logits, wanted.targets.of(words), wanted.num_top)
 
     def _fetch_pooled(
         self, batch: Seq[ScheduledSequence], metadata: AttentionMetadata, hidden: Tensor
-    ) -> "_PooledFetch | None":
+    ) -> PooledFetch | None:
         """Start copying the parts of embeddings that the step has computed; None without any."""
         spans = [(i, item.first_pooled) for i, item in enumerate(batch)]
         places = metadata.query_start_loc
@@ -214,87 +248,7 @@ class CudaExecutor:
         if not sums:
             return None
         words = torch.stack(list(sums.values())).double().view(torch.int64)
-        return _PooledFetch(device_for(self._device).fetch(words.view(-1)), tuple(sums))
-
-
-@dataclass(frozen=True, slots=True)
-class _PooledFetch:
-    """Parts of embeddings on their way to the host."""
-
-    _fetch: Fetch
-    _item_idxs: tuple[int, ...]
-
-    def wait(self) -> Iterator[tuple[int, Hidden]]:
-        """Wait for them; yield each with the index of its scheduled sequence."""
-        rows = self._fetch().view("<f8").reshape(len(self._item_idxs), -1).astype(np.float32)
-        yield from zip(self._item_idxs, rows, strict=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SamplesPlan:
-    """Samples of a ragged step."""
-
-    last_tokens: Column
-    """Place of each sampled sequence's last token in the step, int64."""
-    repeats: Column | None
-    """Index of each sample's sequence among the sampled ones, int64; None: each has one sample."""
-    race: RaceColumns
-    sampling: SamplingPlan
-
-    @classmethod
-    def of(
-        cls, batch: Seq[ScheduledSequence], metadata: AttentionMetadata, sampler: Sampler, columns: PackedColumns
-    ) -> "_SamplesPlan | None":
-        """Add the columns; None when nothing is sampled."""
-        due = [i for i, item in enumerate(batch) if item.num_samples]
-        if not due:
-            return None
-        num_samples = [batch[i].num_samples for i in due]
-        rows = [row for i in due for row in sampling_rows(batch[i])]
-        return cls(
-            last_tokens=columns.ints(metadata.query_start_loc[1:][due] - 1),
-            repeats=columns.ints(np.repeat(np.arange(len(due)), num_samples)) if max(num_samples) > 1 else None,
-            race=RaceColumns.add(rows, len(rows), columns),
-            sampling=sampler.plan_rest(rows, columns),
-        )
-
-    def logits(self, model: Decoder, hidden: Tensor, words: Tensor) -> Tensor:
-        """Return the logits of each sample, given all tokens' hidden states."""
-        logits = model.logits(hidden.index_select(0, self.last_tokens.of(words)))
-        return logits if self.repeats is None else logits.index_select(0, self.repeats.of(words))
-
-    def choose(self, logits: Tensor, words: Tensor, last_sampled: Tensor) -> Chosen:
-        """Choose from the logits of each sample."""
-        return self.sampling.choose(logits, words, self.race.choose(logits, first_best(logits), words), last_sampled)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LaunchedStep:
-    """A step in flight; a `StepHandle`."""
-
-    num_samples: tuple[int, ...]
-    chosen: Chosen | None
-    prompt_logprobs: tuple[tuple[int, LogprobsFetch], ...]
-    """(index of a scheduled sequence, some log-probabilities of its prompt), in order."""
-    pooled: _PooledFetch | None = None
-    ended: Fetch | None = None
-    """Copy after the whole step; None when the copy of the chosen tokens is."""
-
-    @errors_of_device()
-    def results(self) -> list[StepResult]:
-        """Wait for the step's copies; see `StepHandle`."""
-        sampled = iter(self.chosen.materialize() if self.chosen is not None else ())
-        results = [
-            StepResult(sampled=list(islice(sampled, num_samples)), prompt_logprobs=[])
-            for num_samples in self.num_samples
-        ]
-        for item_idx, fetch in self.prompt_logprobs:
-            results[item_idx].prompt_logprobs.extend(fetch.wait())
-        for item_idx, part in self.pooled.wait() if self.pooled is not None else ():
-            results[item_idx].pooled = part
-        if self.ended is not None:
-            self.ended()
-        return results
+        return PooledFetch(device_for(self._device).fetch(words.view(-1)), tuple(sums))
 
 
 def _is_decode(item: ScheduledSequence) -> bool:

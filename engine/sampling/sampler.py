@@ -168,16 +168,19 @@ class Sampler:
 
 
 def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
-    """Return the rows of a scheduled sequence, one per sampled token; valid until the sequence changes."""
+    """Return the rows of a scheduled sequence, one per sampled token; valid until the sequence changes.
+
+    They have no `allowed` while its tokens are not known: see `ScheduledSequence.chooses_late`.
+    """
     sequence, draft = item.sequence, item.draft
     request = sequence.request
     token_index = item.token_index
     output_token_ids = OutputTokens(sequence) if request.sampling.has_penalties else ()
-    allowed = sequence.allowed(draft)
+    allowed = item.allowed(draft)
     places = [(sequence.sample_index + j, draft, 0, allowed) for j in range(item.num_samples)]
     places += [(sequence.sample_index, draft, i + 1, allowed) for i in range(len(draft))]
     for branch, path in zip(item.branches, item.paths, strict=True):
-        allowed = sequence.allowed(path)
+        allowed = item.allowed(path)
         places += [(sequence.sample_index, path, i + 1, allowed) for i in range(branch.depth, len(path))]
     return [
         SamplingRow(
@@ -186,7 +189,7 @@ def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
             token_index=token_index + num_drafted,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=output_token_ids,
-            pending_row=item.input_row,
+            pending_row=None if item.is_input_known else item.input_row,
             draft=path[:num_drafted] if num_drafted else (),
             owner=sequence,
             tested=path[num_drafted] if item.rejects and num_drafted < len(path) else -1,

@@ -61,7 +61,7 @@ class OutputProcessor:
                 windows=self._scheduler.pages.windows.ids_of(sequence.block_table, sequence.window_blocks),
             )
             emitted.append((group, progress))
-        if item.num_samples == 0:
+        if item.num_samples == 0 or item.is_overtaken:
             return
         if group.holds_after_prefill:
             # The worker that decodes has its own look at the last token before beams.
@@ -110,7 +110,7 @@ class OutputProcessor:
         while self._num_forced_left and (token_id := sequence.forced_token()) is not None:
             self._num_forced_left -= 1
             outputs.append(self._output(sequence, sequence.sample_index, Sampled(token_id=token_id)))
-            sequence.append_token(token_id)
+            sequence.force_token(token_id)
             if outputs[-1].finish_reason is not None:
                 self._groups.finish(sequence)
                 break

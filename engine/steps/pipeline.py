@@ -40,6 +40,11 @@ class Pipeline:
         _plan, handle = self._steps.popleft()
         return handle.results()
 
+    def choose(self) -> None:
+        """Let the next step choose what waited for the tokens of the one that was taken. Raises as a launch does."""
+        if self._steps:
+            self._steps[0][1].choose()
+
     def abandon(self) -> list[StepPlan]:
         """Wait for all steps, which build on a failed one, and drop their results. Returns them, oldest first.
 

@@ -273,7 +273,7 @@ class Scheduler:
         self.pages.release_branches(plan.branches)
         for sequence, item in plan.batch.items():
             sequence.num_in_flight -= 1
-            if item.num_samples:
+            if item.num_samples and not item.is_overtaken:
                 sequence.num_pending -= 1
             if sequence.state is SequenceState.FINISHED and sequence.num_in_flight == 0:
                 self.pages.release(sequence)

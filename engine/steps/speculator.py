@@ -64,7 +64,7 @@ class Speculator:
         """Learn from the tokens and the time of a step."""
         self._costs.observe(plan.shape, seconds - plan.drafting_s)
         for item, result in zip(plan.batch.values(), results, strict=False):
-            if item.num_samples == 1 and not result.has_failed:
+            if item.num_samples == 1 and not item.is_overtaken and not result.has_failed:
                 self._drafter.observe(item, result)
         if plan.expected is not None and seconds > 0:
             num_tokens = sum(len(result.sampled) for result in results)

@@ -90,7 +90,8 @@ class CoreCalls(RuleBasedStateMachine):
     ) -> None:
         if are_beams and n > 1:
             sampling = sampling | {"use_beam_search": True, "num_prompt_logprobs": None, "presence_penalty": 0.0}
-        request = replace(make_request(prompt, n=n, ignore_eos=True, **sampling), retention=retention)
+            sampling |= {"structured_outputs": "", "ignore_eos": True}
+        request = replace(make_request(prompt, n=n, **sampling), retention=retention)
         enter = {"add": self.core.add, "prefill": self.core.add_prefill_only, "reserve": self.core.reserve}[kind]
         collector = Collector()
         try:
@@ -122,14 +123,9 @@ class CoreCalls(RuleBasedStateMachine):
         other = data.draw(st.sampled_from(works))
         told = other.told(0)
         before = other.group.request
-        params = {name: getattr(before.sampling, name) for name in ("max_tokens", "temperature", "seed")}
-        request = make_request(
-            before.prompt_token_ids,
-            output=told,
-            ignore_eos=True,
-            stop_token_ids=before.sampling.stop_token_ids,
-            **params,
-        )
+        names = ("max_tokens", "temperature", "seed", "stop_token_ids", "structured_outputs", "ignore_eos")
+        params = {name: getattr(before.sampling, name) for name in names}
+        request = make_request(before.prompt_token_ids, output=told, **params)
         collector = Collector()
         group = self.core.add(request, collector)
         if not isinstance(group, Refused):
@@ -164,7 +160,7 @@ class CoreCalls(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, sampling=SAMPLING, retention=st.sampled_from(Retention))
     def begin_to_pull(self, prompt: list[int], sampling: dict[str, Any], retention: Retention) -> None:
-        request = make_request(prompt, ignore_eos=True, **sampling | {"num_prompt_logprobs": None})
+        request = make_request(prompt, **sampling | {"num_prompt_logprobs": None})
         request = replace(request, retention=retention)
         landing = self.core.arrive(request.block_hashes[: (len(prompt) - 1) // BLOCK_SIZE])
         self.core.landings.reserve(landing)

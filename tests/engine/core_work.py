@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from common.structured_outputs import structure_text
 from engine.steps.group import Group
 from tests.builders import Collector, expected_tokens
 from tests.engine.beam_oracle import expected_beams
@@ -45,6 +46,7 @@ class Work:
         return [o.token_id for o in outputs]
 
 
+STRUCTURES = [{"regex": "[a-d]{2,5}"}, {"regex": "[ab](cdef[gh])*"}]
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SAMPLING = st.fixed_dictionaries(
     {
@@ -54,5 +56,6 @@ SAMPLING = st.fixed_dictionaries(
         "presence_penalty": st.sampled_from([0.0, 0.0, 0.5]),
         "stop_token_ids": st.sampled_from([frozenset(), frozenset({STOP_TOKEN})]),
         "num_prompt_logprobs": st.sampled_from([None, None, 1]),
+        "structured_outputs": st.sampled_from(["", "", *map(structure_text, STRUCTURES)]),
     }
-)
+).map(lambda sampling: sampling | {"ignore_eos": not sampling["structured_outputs"]})

@@ -162,6 +162,8 @@ class Driver:
             assert len(result.sampled) == item.num_samples
             if result.sampled:
                 item.sequence.append_token(result.sampled[0].token_id)
+        if self._in_flight:
+            self._in_flight[0][1].choose()
         return results
 
     def preempt(self, sequence: Sequence) -> None:

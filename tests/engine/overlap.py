@@ -15,6 +15,7 @@ class Handle:
     """A `StepHandle` whose results a test decides."""
 
     results: Callable[[], list[StepResult]]
+    choose: Callable[[], None]
 
 
 class Spy:
@@ -25,6 +26,7 @@ class Spy:
         self.taken: list[int] = []
         self.fail_launch_of: int | None = None
         self.fail_results_of: set[int] = set()
+        self.fail_choice_of: int | None = None
         self.break_logits_of: set[RequestId] = set()
         """Requests whose logits are not finite."""
         self._launch = core.executor.launch
@@ -36,7 +38,12 @@ class Spy:
             raise RuntimeError("no launch")
         handle, step_idx = self._launch(batch), len(self.batches)
         self.batches.append(list(batch))
-        return Handle(lambda: self._results(handle, step_idx))
+        return Handle(lambda: self._results(handle, step_idx), lambda: self._choose(handle, step_idx))
+
+    def _choose(self, handle: StepHandle, step_idx: int) -> None:
+        if self.fail_choice_of == step_idx:
+            raise RuntimeError("no choice")
+        handle.choose()
 
     def _results(self, handle: StepHandle, step_idx: int) -> list[StepResult]:
         self.taken.append(step_idx)

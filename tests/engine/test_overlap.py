@@ -41,21 +41,63 @@ def test_plan_when_context_ends_launches_nothing_behind_the_last_token() -> None
     assert (len(spy.batches), len(collector.outputs)) == (4, 4)
 
 
-@pytest.mark.parametrize("penalty", [0.0, 0.5])
-def test_sequence_with_a_grammar_waits_for_its_tokens_while_others_go_on(penalty: float) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.5}, {"num_logprobs": 1}, {"temperature": 1.0}])
+def test_sequence_with_a_grammar_gets_a_token_in_every_step(sampling: dict[str, Any]) -> None:
     core, spy = spied()
-    free = make_request([1, 2], max_tokens=8, ignore_eos=True, presence_penalty=penalty)
-    structured = make_request([3, 4], max_tokens=8, structured_outputs=structure_text({"regex": "[ab]{20}"}))
-    (free_group, free_out), (waiting_group, waiting_out) = submit(core, free), submit(core, structured)
+    free = make_request([1, 2], max_tokens=8, ignore_eos=True, **sampling)
+    structured = make_request(
+        [3, 4], max_tokens=8, structured_outputs=structure_text({"regex": "[ab]{20}"}), **sampling
+    )
+    (free_group, free_out), (structured_group, structured_out) = submit(core, free), submit(core, structured)
     run_until_idle(core)
-    rows: dict[Any, list[int | None]] = {free_group.leader: [], waiting_group.leader: []}
+    rows: dict[Any, list[int | None]] = {free_group.leader: [], structured_group.leader: []}
     for batch in spy.batches:
         for item in batch:
             rows[item.sequence].append(item.input_row)
-    assert rows[waiting_group.leader] == [None] * 8
-    assert rows[free_group.leader].count(None) == 1
+    assert len(spy.batches) == 8
+    assert rows == {free_group.leader: [None] + [0] * 7, structured_group.leader: [None] + [1] * 7}
     assert free_out.token_ids() == expected_tokens(free)
-    assert waiting_out.token_ids() == expected_tokens(structured)
+    assert structured_out.token_ids() == expected_tokens(structured)
+
+
+def test_tokens_that_a_grammar_forces_take_the_place_of_a_sample_in_flight() -> None:
+    core, spy = spied()
+    structure = structure_text({"regex": "[ab] and then [cd] and then [ef]"})
+    request = make_request([3, 4], max_tokens=40, structured_outputs=structure)
+    collector = served(core, request)
+    assert collector.token_ids() == expected_tokens(request)
+    computed = [item.num_new_tokens for batch in spy.batches for item in batch]
+    assert computed == [2, 1, 10, 1, 10, 1], "a step chooses, the next one's choice is void, one reads what is forced"
+    assert_empty(core)
+
+
+def test_grammar_that_ends_an_answer_is_not_asked_again_by_the_step_behind() -> None:
+    core, spy = spied()
+    short = make_request([3, 4], max_tokens=40, structured_outputs=structure_text({"regex": "[ab]{4}[ab]?"}))
+    long = make_request([5, 6], max_tokens=12, structured_outputs=structure_text({"regex": "[ab]{40}"}))
+    (_group, short_out), (_group, long_out) = submit(core, short), submit(core, long)
+    run_until_idle(core)
+    assert short_out.token_ids() == expected_tokens(short)
+    assert long_out.token_ids() == expected_tokens(long)
+    assert len(spy.batches) == 12
+    assert_empty(core)
+
+
+def test_fault_of_a_late_choice_ends_the_requests_of_its_step_alone() -> None:
+    core, spy = spied()
+    structure = structure_text({"regex": "[ab]{20}"})
+    _group, lost = submit(core, make_request([3, 4], max_tokens=9, structured_outputs=structure))
+    done_request = make_request([5, 6], max_tokens=3, ignore_eos=True)
+    _group, done = submit(core, done_request)
+    spy.fail_choice_of = 3
+    run_until_idle(core)
+    assert lost.failure is not None
+    assert "no choice" in str(lost.failure.error)
+    assert (done.failure, done.token_ids()) == (None, expected_tokens(done_request))
+    assert len(lost.outputs) == 3
+    assert_empty(core)
+    request = make_request([3, 4], max_tokens=9, structured_outputs=structure)
+    assert served(core, request).token_ids() == expected_tokens(request)
 
 
 @pytest.mark.parametrize("failing", [{2}, {2, 3}])

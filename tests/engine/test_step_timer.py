@@ -26,7 +26,7 @@ class SlowExecutor:
     def _slow(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
         self._free_at_s = max(self._free_at_s, self._clock.monotonic()) + STEP_S
         handle, done_s = self._launch(batch), self._free_at_s
-        return Handle(lambda: self._wait(handle, done_s))
+        return Handle(lambda: self._wait(handle, done_s), handle.choose)
 
     def _wait(self, handle: StepHandle, done_s: float) -> list[StepResult]:
         self._clock.advance(max(0.0, done_s - self._clock.monotonic()))

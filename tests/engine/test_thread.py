@@ -107,7 +107,7 @@ class Gate:
 
     def _gated(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
         handle = self._launch(batch)
-        return Handle(lambda: self._wait(handle))
+        return Handle(lambda: self._wait(handle), handle.choose)
 
     def _wait(self, handle: StepHandle) -> list[StepResult]:
         assert self._open.acquire(timeout=60)

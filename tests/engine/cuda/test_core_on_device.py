@@ -1,21 +1,49 @@
 """The engine core over the device executor: the same tokens as over the CPU's, in batches that run out of pages."""
 
 import random
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from common.structured_outputs import structure_text
 from engine.core import EngineCore
 from engine.request import EngineRequest
+from engine.text.grammar import Allowed
 from tests.builders import assert_empty, core_on, make_request, run_until_idle, submit
-from tests.engine.driver import load, load_device
+from tests.engine.driver import EveryThird, load, load_device
 from tests.engine.overlap import step
 from tests.engine.tiny_models import VOCAB_SIZE
 
+STRUCTURE = structure_text({"regex": "any"})
+
+
+class Forcing(EveryThird):
+    """A grammar that also forces two tokens of each five."""
+
+    is_complete = True
+
+    def allowed(self, output: Seq[int]) -> Allowed:
+        """See `GrammarState`."""
+        (mask,) = super().allowed_along(output, ())
+        place = len(output) % 5
+        return np.arange(len(mask)) == place if place > 2 else mask
+
+    def allowed_along(self, output: Seq[int], draft: Seq[int]) -> list[Allowed]:
+        """See `GrammarState`."""
+        return [self.allowed([*output, *draft[:i]]) for i in range(len(draft) + 1)]
+
+    def forced(self, output: Seq[int]) -> int | None:
+        """See `GrammarState`."""
+        place = len(output) % 5
+        return place if place > 2 else None
+
 
 def make_requests(seed: int, num: int) -> list[EngineRequest]:
-    """Return requests with common prefixes, samples, penalties, stop tokens and short and long answers."""
+    """Return requests with common prefixes, samples, penalties, grammars, stop tokens and short and long answers."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(13)] for _ in range(2)]
     kinds: list[dict[str, Any]] = [
@@ -26,8 +54,10 @@ def make_requests(seed: int, num: int) -> list[EngineRequest]:
         {"repetition_penalty": 1.5},
         {"temperature": 1.0, "frequency_penalty": 1.0, "n": 2},
         {"min_tokens": 6, "stop_token_ids": frozenset(range(60))},
+        {"temperature": 1.0, "structured_outputs": STRUCTURE},
+        {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.5, "n": 2, "structured_outputs": STRUCTURE},
     ]
-    return [
+    requests = [
         make_request(
             [
                 *rng.choice(prefixes)[: rng.randrange(14)],
@@ -37,6 +67,8 @@ def make_requests(seed: int, num: int) -> list[EngineRequest]:
         )
         for i in range(num)
     ]
+    grammar: Any = Forcing(VOCAB_SIZE)
+    return [replace(each, grammar=grammar) if each.grammar is not None else each for each in requests]
 
 
 def answers(core: EngineCore, requests: list[EngineRequest], seed: int) -> list[list[list[int]]]:

@@ -136,6 +136,29 @@ def _raise(*_args: object, **_kwargs: object) -> None:
     raise RuntimeError("out of memory")
 
 
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_step_whose_late_choice_never_came_is_waited_for_and_harmless(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, is_tried: bool
+) -> None:
+    executor = load_device(qwen3)
+    (structured,) = sequences = sampled_sequences()[-1:]
+    (expected,) = Driver(load(qwen3)).generate(sampled_sequences()[-1:], num_tokens=8)
+    structured.block_table.extend(range(30))
+    first = executor.launch([ScheduledSequence(structured, structured.num_tokens, 1)])
+    structured.num_computed = structured.num_tokens
+    second = executor.launch([ScheduledSequence(structured, 1, 1, input_row=0)])
+    (result,) = first.results()
+    assert result.sampled[0].token_id == expected[0]
+    if is_tried:
+        structured.append_token(expected[0])
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+            patch.setattr("engine.device.columns.PackedColumns.upload", _raise)
+            second.choose()
+    assert [each.sampled for each in second.results()] == [[]]
+    structured.block_table, structured.num_computed = array("i"), 0
+    assert Driver(executor, seed=5).generate(sequences, num_tokens=8) == [expected]
+
+
 ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered")
 NO_MEMORY = RuntimeError("CUDA error: out of memory")
 
@@ -226,9 +249,12 @@ def test_launch_on_a_gpu_never_waits_for_it(name: str, checkpoint: Callable[[str
         for sequence in sequences:
             sequence.num_computed = sequence.num_tokens
         second = driver.executor.launch([ScheduledSequence(s, 1, 1, input_row=i) for i, s in enumerate(sequences)])
+        for sequence, result in zip(sequences, first.results(), strict=True):
+            sequence.append_token(result.sampled[0].token_id)
+        second.choose()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [len(handle.results()) for handle in (first, second)] == [len(SAMPLINGS)] * 2
+    assert [len(result.sampled) for result in second.results()] == [1] * len(SAMPLINGS)
 
 
 @pytest.fixture
