@@ -22,7 +22,7 @@ from engine.device.columns import Column, PackedColumns, RowMap
 from engine.executor import ScheduledSequence
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.step import DeviceStep, StepColumns
-from engine.sampling.draw import RaceColumns
+from engine.sampling.device_draw import RaceColumns
 from engine.sampling.logits import SamplingRow
 from engine.sequence import Sequence
 

@@ -37,9 +37,10 @@ from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
 from engine.pages.kv_cache import TorchKvStore
+from engine.sampling.device_draw import draw_on_device
 from engine.sampling.logits import LogprobsFetch, fetch_logprobs
 from engine.sampling.plan import Chosen, SamplingPlan
-from engine.sampling.sampler import Nucleus, Sampler, sampling_rows
+from engine.sampling.sampler import Sampler, sampling_rows
 from engine.work import StepFloors
 
 # Prompt log-probabilities need float32 logits of every position; they are computed for this many rows at a time.
@@ -109,7 +110,9 @@ class CudaExecutor:
             sizes=tuple(decode_sizes(min(limits.max_seqs, limits.max_graph_seqs))),
             block_size=self._block_size,
         )
-        self._sampler = Sampler(vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids, nucleus=Nucleus.SORT)
+        self._sampler = Sampler(
+            vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids, draw_kernel=draw_on_device
+        )
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -13,7 +13,8 @@ from engine.device.devices import Fetch, errors_of_device
 from engine.executor import Hidden, ScheduledSequence, StepResult
 from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata
-from engine.sampling.draw import RaceColumns, first_best
+from engine.sampling.device_draw import RaceColumns
+from engine.sampling.draw import first_best
 from engine.sampling.logits import LogprobsFetch
 from engine.sampling.plan import Chosen, SamplingPlan
 from engine.sampling.sampler import Sampler, sampling_rows

@@ -24,8 +24,9 @@ from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.options import CheckpointInfo, EngineOptions, ModelDescription
 from engine.pages.kv_cache import TorchKvStore
+from engine.sampling.device_draw import draw_on_device
 from engine.sampling.logits import SamplingRow
-from engine.sampling.sampler import Nucleus, Sampler
+from engine.sampling.sampler import Sampler
 from engine.weights.config import DecoderConfig, UnsupportedModel
 from engine.weights.layout import all_projections
 from engine.weights.precision import dtype_name
@@ -206,7 +207,7 @@ def _run_largest_step(model: LoadedModel, ops: DeviceOps, bounds: StepBounds) ->
     hidden = model.decoder.forward(token_ids, ops.bind(step))
     rows = _dearest_rows(min(bounds.max_seqs, bounds.max_step_tokens))
     sampler = Sampler(
-        vocab_size=model.decoder.config.vocab_size, eos_token_ids=model.info.eos_token_ids, nucleus=Nucleus.SORT
+        vocab_size=model.decoder.config.vocab_size, eos_token_ids=model.info.eos_token_ids, draw_kernel=draw_on_device
     )
     sampler.choose(model.decoder.logits(hidden[: len(rows)]), rows)
 

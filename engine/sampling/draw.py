@@ -4,7 +4,6 @@ Works on whole batches of shaped logits, on their device; `engine.sampling.sampl
 Python numbers go into `masked_fill`, not into `torch.where`, which may copy them to the device and wait.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -19,9 +18,6 @@ from engine.sampling.noise import noise_keys
 
 INVALID = -1
 """Token id of a row whose logits have no finite maximum."""
-
-Kept: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Each row's last kept logit, float32 [rows], and the last kept id of those equal to it, int64 [rows]."""
 
 # Numbers of best tokens to rank; a row gets the first width that suffices, else the whole vocabulary.
 _WIDTHS = (64, 1024, 8192)
@@ -47,107 +43,8 @@ def round_up_width(num_tokens: int, vocab_size: int) -> int:
     return next((width for width in _WIDTHS if num_tokens <= width < vocab_size), vocab_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RaceColumns:
-    """Parameters of rows that race, as columns [rows]; rows of temperature 0 do not."""
-
-    temperature: Column
-    min_p: Column
-    """float64; 0 for rows without min-p."""
-    top_k: Column
-    """float64; 0 for rows without top-k."""
-    top_p: Column
-    keys: Column
-    """Keys of each row's noise, int64."""
-
-    @classmethod
-    def add(cls, rows: Sequence[SamplingRow], size: int, columns: PackedColumns) -> "RaceColumns":
-        """Add the columns, padded to `size`. Rows that `races` refuses get temperature 0."""
-        temperature, min_p, top_k, top_p = np.zeros(size), np.zeros(size), np.zeros(size), np.ones(size)
-        keys = np.zeros(size, dtype=np.uint64)
-        racing = [i for i, row in enumerate(rows) if races(row)]
-        params = [rows[i].params for i in racing]
-        temperature[racing] = [p.temperature for p in params]
-        min_p[racing] = [p.min_p for p in params]
-        top_k[racing] = [p.top_k for p in params]
-        top_p[racing] = [p.top_p for p in params]
-        if racing:
-            keys[racing] = _keys([rows[i] for i in racing])
-        return cls(
-            temperature=columns.add(temperature),
-            min_p=columns.add(min_p),
-            top_k=columns.add(top_k),
-            top_p=columns.add(top_p),
-            keys=columns.add(keys.view(np.int64)),
-        )
-
-    def choose(self, logits: torch.Tensor, best_ids: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        """Return token ids, int64 [rows], given float32 logits, their `first_best` and the uploaded columns.
-
-        Never waits, and allocates the same whatever the columns hold: a graph may capture it.
-        """
-        temperature = self.temperature.of(words)
-        cut_tokens, race_tokens = (logits.device.type == "cuda" and _kernels()) or (cut, race)
-        kept = cut_tokens(logits, best_ids, temperature, self.top_k.of(words), self.top_p.of(words))
-        return race_tokens(logits, best_ids, temperature, self.min_p.of(words), self.keys.of(words), kept)
-
-
-def races(row: SamplingRow) -> bool:
-    """Whether a row draws from its logits as they are and tests no drafted token."""
-    return not row.params.is_greedy and row.tested < 0 and row.has_plain_logits
-
-
-def cut(
-    logits: torch.Tensor, best_ids: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> Kept:
-    """Return what top-k and top-p keep of each row; the reference of `engine.sampling.cut`. It sorts the vocabulary."""
-    vocab_size = logits.shape[-1]
-    is_cut = (temperature > 0) & (best_ids >= 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1))
-    values, token_ids = rank_logits(logits, vocab_size)
-    weights = values.double().sub_(values[:, :1].double())
-    weights = weights.div_(temperature.masked_fill(~is_cut, 1.0).unsqueeze(1)).exp_()
-    weights *= torch.arange(vocab_size, device=logits.device) < top_k.masked_fill(top_k == 0, vocab_size).unsqueeze(1)
-    mass = (top_p * weights.sum(dim=-1)).masked_fill_(top_p == 1.0, torch.inf).unsqueeze(1)
-    is_kept = weights.cumsum(dim=-1) - weights < mass
-    num_kept = torch.minimum(is_kept.sum(dim=-1), top_k.masked_fill(top_k == 0, vocab_size).long())
-    last = (num_kept.clamp(min=1, max=vocab_size) - 1).unsqueeze(1)
-    last_logits = values.gather(1, last).squeeze(1).masked_fill(~is_cut, -torch.inf)
-    return last_logits, token_ids.gather(1, last).squeeze(1).masked_fill(~is_cut, vocab_size)
-
-
-def race(
-    logits: torch.Tensor,
-    best_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    min_p: torch.Tensor,
-    keys: torch.Tensor,
-    kept: Kept,
-) -> torch.Tensor:
-    """Return the tokens that win; the reference of `engine.sampling.race`, with the same parameters."""
-    is_racing = (temperature > 0) & (best_ids >= 0)
-    peak = logits.gather(1, best_ids.clamp(min=0).unsqueeze(1)).double()
-    weights = logits.double().sub_(peak).div_(temperature.masked_fill(~is_racing, 1.0).unsqueeze(1)).exp_()
-    weights.masked_fill_(weights < min_p.unsqueeze(1), 0.0)
-    token_ids = torch.arange(logits.shape[-1], device=logits.device)
-    last_logits, last_ids = (each.unsqueeze(1) for each in kept)
-    is_kept = (logits > last_logits) | ((logits == last_logits) & (token_ids <= last_ids))
-    weights.masked_fill_(~is_kept, 0.0)
-    times = waiting_times(keys.unsqueeze(1), token_ids)
-    return torch.where(is_racing, weights.div_(times).argmax(dim=-1), best_ids)
-
-
-@functools.cache
-def _kernels() -> tuple[Callable[..., Kept], Callable[..., torch.Tensor]] | None:
-    """Return the kernels for GPUs that do as `cut` and `race`; None where Triton is not installed."""
-    try:
-        from engine.sampling.cut import cut
-        from engine.sampling.race import race
-    except ImportError:
-        return None
-    return cut, race
-
-
-def _keys(rows: Sequence[SamplingRow]) -> npt.NDArray[np.uint64]:
+def keys_of(rows: Sequence[SamplingRow]) -> npt.NDArray[np.uint64]:
+    """Return the keys of each row's noise."""
     return noise_keys(
         [row.params.seed for row in rows], [row.sample_index for row in rows], [row.token_index for row in rows]
     )
@@ -181,7 +78,7 @@ class DrawPlan:
             has_top_k=None if all(has_top_k) else columns.ints(has_top_k),
             top_p=columns.floats([p.top_p for p in params]),
             min_p=columns.floats([p.min_p for p in params]) if any(p.min_p for p in params) else None,
-            keys=columns.ints(_keys(rows).view(np.int64)),
+            keys=columns.ints(keys_of(rows).view(np.int64)),
             tested=None if all(row.tested < 0 for row in rows) else columns.ints([row.tested for row in rows]),
         )
 

@@ -1,4 +1,4 @@
-"""The random choice among the tokens that top-k and top-p keep, in two launches: the race of `engine.sampling.draw`.
+"""The random choice among the tokens that top-k and top-p keep, in two launches: as `engine.sampling.device_draw.race`.
 
 A program races a part of a row's vocabulary, a second kernel takes the winner of each row's parts. Every logit is read
 once and nothing of the vocabulary's length is written. Keys, bits and uniform numbers are those of

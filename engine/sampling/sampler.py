@@ -25,13 +25,12 @@ not stable: each of its 50,000 boundaries moves, and about one draw in a thousan
 float32). There is no random generator, so that a row's answer depends on the row alone.
 
 On a CPU with a compiler, one kernel (`engine/ops/cpu/draw.h`) does steps 7 to 11 for rows of any parameters together,
-except for rows that test a drafted token. On a GPU with Triton, `cut` and `race` do them inside a decode step's graph
-for rows whose logits nothing shapes. Torch does them everywhere else, and is the reference.
+except for rows that test a drafted token. On a GPU with Triton, `cut` and `race` do them: inside a decode step's graph
+for rows whose logits nothing shapes, behind it for the others. Torch does them everywhere else, and is the reference.
 
 A beam's row is a greedy one that reports its best tokens; `engine.beams` chooses among those of all beams.
 """
 
-import enum
 from collections.abc import Sequence
 
 import torch
@@ -41,23 +40,14 @@ from common.sampling import SamplingParams
 from engine.beams import num_candidates
 from engine.device.columns import PackedColumns
 from engine.executor import Sampled, ScheduledSequence
-from engine.sampling.draw import DrawKernel, DrawPlan, races, round_up_width
+from engine.sampling.device_draw import races
+from engine.sampling.draw import DrawKernel, DrawPlan, round_up_width
 from engine.sampling.logits import LogitEdits, SamplingRow, TokenMasks
 from engine.sampling.penalties import Penalties
 from engine.sampling.plan import ChoiceMethod, Chosen, SamplingPlan, ShapedGroup, ShapedPlan
 from engine.sequence import OutputTokens
 
-
-class Nucleus(enum.Enum):
-    """Method by which top-p without top-k finds its tokens, with equal answers."""
-
-    WIDEN = "widen"
-    """Rank the best tokens, and more if they do not suffice. Waits for the device: the choice for a CPU."""
-    SORT = "sort"
-    """Sort the vocabulary. Never waits."""
-
-
-# Number of best tokens that `Nucleus.WIDEN` ranks first; how many top-p alone needs is not known beforehand.
+# Number of best tokens that top-p alone ranks first; how many it needs is not known beforehand.
 _NUCLEUS_TOKENS = 1024
 
 
@@ -69,13 +59,11 @@ class Sampler:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        nucleus: Nucleus = Nucleus.WIDEN,
         draw_kernel: DrawKernel | None = None,
     ) -> None:
         """`draw_kernel`: draws for all rows that test no drafted token; None: torch does."""
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._nucleus = nucleus
         self._draw_kernel = draw_kernel
         self._penalties = Penalties(vocab_size)
 
@@ -90,7 +78,7 @@ class Sampler:
     def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Chosen:
         """Choose a token for each row of logits [len(rows), vocab_size], any float dtype; does not mutate them.
 
-        Does not wait for the device, except with `Nucleus.WIDEN`.
+        Waits for the device for top-p that no kernel draws, to rank more tokens where the best ones do not suffice.
         """
         columns = PackedColumns()
         plan = self.plan(rows, columns)
@@ -162,8 +150,6 @@ class Sampler:
             return ChoiceMethod(width=round_up_width(params.top_k, vocab_size))
         if params.top_p == 1.0:
             return ChoiceMethod()
-        if self._nucleus is Nucleus.SORT:
-            return ChoiceMethod(width=vocab_size)
         return ChoiceMethod(width=round_up_width(_NUCLEUS_TOKENS, vocab_size), may_widen=True)
 
 

@@ -9,9 +9,10 @@ from scipy import stats
 
 from common.errors import EngineFault
 from engine.device.devices import HostDevice
+from engine.sampling.device_draw import draw_on_device
 from engine.sampling.draw import waiting_times
 from engine.sampling.logits import position_logprobs
-from engine.sampling.sampler import Nucleus, Sampler
+from engine.sampling.sampler import Sampler
 from tests.engine.sampling_reference import choice, distribution, waiting_time
 from tests.engine.sampling_rows import EOS, make_logits, make_row, sample_ids
 
@@ -197,21 +198,22 @@ def test_waiting_times_are_splitmix64_and_exponential() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [16, 1100, 3000])
-@pytest.mark.parametrize("params", [p for p in PARAMS if "top_p" in p], ids=str)
-def test_nucleus_by_sorting_equals_nucleus_by_widening(params: dict[str, Any], vocab_size: int) -> None:
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_draw_of_devices_chooses_the_tokens_of_the_draw_that_ranks(params: dict[str, Any], vocab_size: int) -> None:
     logits = torch.from_numpy(make_logits(40, vocab_size, scale=0.4))  # flat: nuclei of more than 1024 tokens
     logits[:, ::3] = logits[:, :1]  # and ties at their edges
     rows = [make_row(token_index=i, seed=3, max_tokens=999, **params) for i in range(len(logits))]
-    widening, sorting = (
-        Sampler(vocab_size=vocab_size, eos_token_ids=EOS, nucleus=nucleus).sample(logits, rows) for nucleus in Nucleus
+    ranked, drawn = (
+        Sampler(vocab_size=vocab_size, eos_token_ids=EOS, draw_kernel=kernel).sample(logits, rows)
+        for kernel in (None, draw_on_device)
     )
-    assert sorting == widening
+    assert drawn == ranked
 
 
 def test_choose_never_looks_at_the_device() -> None:
     """The meta device has no values: reading them raises."""
     rows = [make_row(output=(3, 4), max_tokens=999, num_logprobs=i % 3 or None, **p) for i, p in enumerate(PARAMS)]
-    sampler = Sampler(vocab_size=3000, eos_token_ids=EOS, nucleus=Nucleus.SORT)
+    sampler = Sampler(vocab_size=3000, eos_token_ids=EOS, draw_kernel=draw_on_device)
     chosen = sampler.choose(torch.empty(len(rows), 3000, device="meta"), rows)
     assert (chosen.token_ids.device.type, chosen.token_ids.shape) == ("meta", (len(rows),))
 

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.device.columns import PackedColumns
+from engine.sampling.device_draw import draw_on_device
 from engine.sampling.logits import SamplingRow
-from engine.sampling.sampler import Nucleus, Sampler
+from engine.sampling.sampler import Sampler
 from tests.engine.sampling_rows import EOS, make_logits, make_row, sample_ids
 
 STRUCTURE = '{"regex": "a*"}'
@@ -52,7 +53,7 @@ ROWS: dict[str, list[SamplingRow]] = {
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_choice_on_a_device_reads_no_memory_of_the_host(rows: list[SamplingRow]) -> None:
-    sampler = Sampler(vocab_size=70, eos_token_ids=EOS, nucleus=Nucleus.SORT)
+    sampler = Sampler(vocab_size=70, eos_token_ids=EOS, draw_kernel=draw_on_device)
     columns = PackedColumns()
     plan = sampler.plan(rows, columns)
     words = torch.empty(columns.num_words, dtype=torch.int64, device="meta")

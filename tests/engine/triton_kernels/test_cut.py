@@ -1,7 +1,10 @@
 """Top-k and top-p by bisection: the tokens kept are those of the reference, and the race chooses the sampler's."""
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,8 +13,10 @@ from torch import Tensor
 
 from engine.device.columns import PackedColumns
 from engine.sampling import cut as kernels
+from engine.sampling import device_draw
 from engine.sampling import race as race_kernels
-from engine.sampling.draw import INVALID, RaceColumns, cut, first_best
+from engine.sampling.device_draw import RaceColumns, cut
+from engine.sampling.draw import INVALID, first_best
 from engine.sampling.sampler import Sampler
 from tests.engine.sampling_rows import make_row
 
@@ -75,6 +80,33 @@ def test_cut_of_several_parts_keeps_the_tokens_of_the_reference(vocab_size: int,
     params = [(1.0, 20, 0.95), (1.0, 0, 0.9), (0.6, vocab_size - 1, 1.0), (2.0, vocab_size // 2, 0.999)]
     found, expected = _both(logits, params, device)
     assert found == expected
+
+
+@pytest.mark.parametrize("values", ["distinct", "equal"])
+def test_shaped_rows_are_drawn_without_a_sort_and_get_the_sampler_s_tokens(
+    values: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3, "output_token_ids": (3, 4, 4)},
+        {"logit_bias": ((7, 4.0), (11, -100.0))},
+        {"structured_outputs": '{"regex": "a*"}', "allowed": np.arange(300) % 3 == 0},
+        {"presence_penalty": 1.5, "output_token_ids": (9,)},
+    ]
+    filters: list[dict[str, Any]] = [{"top_p": 0.8}, {"top_k": 9, "top_p": 0.7}, {"min_p": 0.05}, {"temperature": 0.0}]
+    rows = []
+    for i, (shape, cut_by) in enumerate(product(shapes, filters)):
+        params = {"temperature": 1.4, "seed": i} | shape | cut_by
+        fields = {name: params.pop(name) for name in ("output_token_ids", "allowed") if name in params}
+        rows.append(replace(make_row(token_index=i, **params), **fields))
+    logits = 2 * torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(2))
+    if values == "equal":
+        logits = logits.round()
+    expected = Sampler(vocab_size=300, eos_token_ids=frozenset()).sample(logits, rows)
+    monkeypatch.setattr(device_draw, "_kernels_for", lambda _device: (kernels.cut, race_kernels.race))
+    monkeypatch.setattr("torch.sort", None)
+    monkeypatch.setattr("torch.topk", None)
+    sampler = Sampler(vocab_size=300, eos_token_ids=frozenset(), draw_kernel=device_draw.draw_on_device)
+    assert sampler.sample(logits.to(device), rows) == expected
 
 
 def test_rows_with_top_k_and_top_p_get_the_sampler_s_tokens(device: torch.device) -> None:

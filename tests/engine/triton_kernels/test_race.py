@@ -8,7 +8,8 @@ from torch import Tensor
 
 from engine.device.columns import PackedColumns
 from engine.sampling import race as kernels
-from engine.sampling.draw import INVALID, RaceColumns, first_best, race
+from engine.sampling.device_draw import RaceColumns, race
+from engine.sampling.draw import INVALID, first_best
 from engine.sampling.sampler import Sampler
 from tests.engine.sampling_rows import make_row
 
