@@ -217,8 +217,8 @@ def largest_spans(
 ) -> list[SequenceSpan]:
     """Return the spans, all on page 0, of the step whose attention takes the most memory.
 
-    cuDNN's attention gathers keys and values of whole contexts, and has a mask of new tokens times context for spans
-    behind a prefix: with `is_behind_prefix` each ends at `max_model_len`, behind a page at least.
+    cuDNN's attention gathers keys and values, and behind a prefix adds pieces of it up in float32: with
+    `is_behind_prefix` each span ends at `max_model_len`, behind a page at least.
     """
     prefix = min(block_size, max_model_len - 1) if is_behind_prefix else 0
     spans: list[SequenceSpan] = []

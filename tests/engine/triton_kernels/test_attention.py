@@ -1,5 +1,6 @@
 """The two attention kernels, over one step of decodes, chunks or both, against the reference."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.ops.triton_kernels.cudnn_attention import cudnn_attention
 from engine.ops.triton_kernels.decode_attention import decode_attention, split_keys
@@ -66,19 +71,90 @@ def test_prefill_attention_around_page_and_tile_boundaries_equals_reference(
     _check(Case(spans=spans, **_ONE_KEY_HEAD), device)
 
 
+def _check_cudnn(case: Case, device: torch.device) -> None:
+    """Compare the attention of chunks by cuDNN, or on a CPU by its twin, with the reference."""
+    pages, query, sinks = case.pages(device), case.query(device), case.sinks(device)
+    step = case.step(device, tile_tokens=tile_tokens(case.dtype, case.head_dim, case.num_heads // case.num_kv_heads))
+    output, expected = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
+    cudnn_attention(output, query, pages, step, sinks)
+    reference.prefill_attention(expected, query, pages, step, sinks)
+    assert_close(output, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (12, False), (None, True)])
 def test_attention_of_chunks_through_torch_equals_reference(
     dtype: torch.dtype, window: int | None, has_sinks: bool, device: torch.device
 ) -> None:
     spans = [(80, 1), (40, 21), (0, 1), (0, 9), (3, 2)]
-    case = Case(spans=spans, num_heads=6, window=window, has_sinks=has_sinks, dtype=dtype)
-    pages, query, sinks = case.pages(device), case.query(device), case.sinks(device)
-    step = case.step(device, tile_tokens=tile_tokens(dtype, case.head_dim, 3))
-    output, expected = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
-    cudnn_attention(output, query, pages, step, sinks)
-    reference.prefill_attention(expected, query, pages, step, sinks)
-    assert_close(output, expected)
+    _check_cudnn(Case(spans=spans, num_heads=6, window=window, has_sinks=has_sinks, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece_tokens", [4, 7, 40])
+def test_attention_over_a_prefix_in_pieces_equals_reference(
+    dtype: torch.dtype, piece_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.ops.triton_kernels.cudnn_attention._PIECE_TOKENS", piece_tokens)
+    monkeypatch.setattr("engine.ops.triton_kernels.cudnn_attention.prefill_attention", None)
+    _check_cudnn(Case(spans=[(40, 21), (80, 1), (0, 9), (8, 2), (9, 5), (41, 3)], num_heads=6, dtype=dtype), device)
+
+
+def test_attention_behind_a_single_token_which_cudnn_refuses_equals_reference(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.ops.triton_kernels.cudnn_attention._attend", None)
+    _check_cudnn(Case(spans=[(1, 21), (40, 9)]), device)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations, and the tensors that they return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, list[Tensor]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func.name(), [each for each in tree_leaves(result) if isinstance(each, Tensor)]))
+        return result
+
+
+def test_attention_takes_no_more_memory_behind_a_long_prefix_than_a_short_one(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.ops.triton_kernels.cudnn_attention._PIECE_TOKENS", 64)
+    largest = []
+    for num_before in (64, 1024):
+        case = Case(spans=[(num_before, 20)], num_heads=6)
+        pages, query, step = case.pages(device), case.query(device), case.step(device)
+        with _Operations() as operations:
+            cudnn_attention(torch.empty_like(query), query, pages, step)
+        given = {each.untyped_storage().data_ptr() for each in (pages.keys, pages.values, query, step.block_tables)}
+        made = [each.untyped_storage() for _name, tensors in operations.calls for each in tensors]
+        largest.append(max(each.nbytes() for each in made if each.data_ptr() not in given))
+    assert largest[0] == largest[1] == 4 * 64 * case.num_kv_heads * case.head_dim
+
+
+def test_attention_on_a_gpu_calls_cudnn_once_a_piece_with_stored_heads_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A card that only describes its tensors."""
+    monkeypatch.setattr("engine.ops.triton_kernels.cudnn_attention._PIECE_TOKENS", 32)
+    monkeypatch.setattr("torch.backends.cuda.can_use_cudnn_attention", lambda _params: True)
+    step = Case(spans=[(100, 20)]).step(torch.device("cpu"))
+    monkeypatch.setattr(Tensor, "copy_", lambda output, _attended: output)  # what a torch without CUDA refuses
+    with FakeTensorMode(), _Operations() as operations:
+        query = torch.empty(20, 6, 16, device="cuda", dtype=torch.bfloat16)
+        stored = torch.empty(64, 4, 2, 16, device="cuda", dtype=torch.bfloat16)
+        step = replace(step, block_tables=torch.zeros(1, 64, device="cuda", dtype=torch.int32))
+        cudnn_attention(torch.empty_like(query), query, LayerPages(keys=stored, values=stored), step)
+    names = [name for name, _tensors in operations.calls]
+    assert names.count("aten::_scaled_dot_product_cudnn_attention") == 1 + 4
+    sizes = [tensors[0].shape for name, tensors in operations.calls if name == "aten::index_select"]
+    assert sizes == [(5, 4, 2, 16)] * 2 + [(8, 4, 2, 16)] * 6 + [(1, 4, 2, 16)] * 2
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (9, 3), (8, 1), (17, 1)])
