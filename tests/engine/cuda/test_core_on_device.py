@@ -55,7 +55,7 @@ def make_requests(seed: int, num: int) -> list[EngineRequest]:
         {"temperature": 1.0, "frequency_penalty": 1.0, "n": 2},
         {"min_tokens": 6, "stop_token_ids": frozenset(range(60))},
         {"temperature": 1.0, "structured_outputs": STRUCTURE},
-        {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.5, "n": 2, "structured_outputs": STRUCTURE},
+        {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 1.5, "n": 2, "structured_outputs": STRUCTURE},
     ]
     requests = [
         make_request(
