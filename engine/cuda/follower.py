@@ -1,13 +1,7 @@
-"""Process of a rank on a card of its own, other than the first: it launches the first one's steps until its pipe ends.
-
-    python -m engine.cuda.follower PIPE MEMORY
-
-The arguments are as of `engine.ranks.follower`.
-"""
+"""Program of a rank on a card of its own, other than the first: it launches the steps of that until its pipe ends."""
 
 import logging
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
@@ -64,7 +58,3 @@ def _serve(order: BlockOrder, store: KvStore, pipe: Connection) -> None:
     except BaseException:
         logger.exception("cannot go on without pages")
         os._exit(_EXIT_BROKEN)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -1,14 +1,7 @@
-"""Process of a rank other than the first: it follows the first one's steps until its pipe ends.
-
-    python -m engine.ranks.follower PIPE MEMORY
-
-The arguments are descriptors of the pipe and of the memory that ranks share (of `RankGroup`, where torch computes).
-"""
+"""Program of a rank other than the first: it follows the first one's steps until its pipe ends."""
 
 import os
-import signal
 import socket
-import sys
 from array import array
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,7 +9,7 @@ from typing import Any
 import msgpack
 import torch
 
-from common.process import CannotStart, die_with_parent
+from common.process import CannotStart
 from engine.ops.select import load_cpu_kernels
 from engine.options import ModelDescription
 from engine.pages.kv_cache import TorchKvStore
@@ -27,10 +20,7 @@ from engine.ranks.messages import FORWARD, LOGITS, PLAN, Start, read_plan
 
 
 def begin(pipe_fd: int) -> tuple[socket.socket, Connection, Start]:
-    """Let this process live as long as the first rank; return the ways to it, and what it says first."""
-    die_with_parent()
-    for each in (signal.SIGINT, signal.SIGTERM):  # of a whole group: the first rank decides when it ends
-        signal.signal(each, signal.SIG_IGN)
+    """Return the ways to the first rank, and what it says first."""
     link, pipe = socket.socket(fileno=pipe_fd), Connection(os.dup(pipe_fd))
     start: Start = pipe.recv()
     torch.set_num_threads(start.num_threads)
@@ -38,7 +28,10 @@ def begin(pipe_fd: int) -> tuple[socket.socket, Connection, Start]:
 
 
 def main(pipe_fd: int, memory_fd: int) -> None:
-    """Load the weights, map the pages, and compute."""
+    """Load the weights, map the pages, and compute.
+
+    `memory_fd`: of `RankMemory`, where torch computes of `RankGroup`.
+    """
     link, pipe, start = begin(pipe_fd)
     try:
         part, model = _load(start, memory_fd)
@@ -89,7 +82,3 @@ def _follow(pipe: Connection, decoder: Any, ops: Any, store: TorchKvStore) -> No
             case _ if kind == LOGITS:
                 num_rows, rows = content
                 decoder.logits(torch.frombuffer(bytearray(rows), dtype=hidden.dtype).view(num_rows, -1))
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -71,7 +71,7 @@ class Followers:
     ) -> None:
         """Start them; they load their weights while the first rank does.
 
-        `num_floats`: see `Start.buffer_size`. `module`: their program.
+        `num_floats`: see `Start.buffer_size`. `module`: their program (`engine.ranks.__main__`).
         """
         self._started_s = time.monotonic()
         self._sockets: list[socket.socket] = []
@@ -94,7 +94,8 @@ class Followers:
                 self._sockets.append(ours)
                 self._pipes.append(Connection(os.dup(ours.fileno())))
                 self._pipes[-1].send(start)
-                commands.append([sys.executable, "-P", "-m", module, str(theirs.fileno()), str(memory_fd)])
+                program = [sys.executable, "-P", "-m", "engine.ranks", module]
+                commands.append([*program, str(theirs.fileno()), str(memory_fd)])
             threading.Thread(target=self._live, args=(commands, started), name="ranks", daemon=True).start()
             self._processes = started.result()
 
