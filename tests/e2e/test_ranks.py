@@ -1,5 +1,6 @@
-"""A cluster whose prefill worker is one process and whose decode worker is three."""
+"""A cluster of a prefill worker of two ranks and of decode workers of one and three, which are killed in turn."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -7,59 +8,101 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
-from common.config import parse_config
+from cluster.changes.rollout import RolloutTerms
+from cluster.control import rollout
+from common.config import load_config, parse_config
+from common.errors import KvrelayError
+from common.fake_tokenizer import byte_tokenizer
 from common.sampling import SamplingParams
 from engine.ops.cpu.build import NotBuilt, find_compiler
 from engine.ops.select import cpu_runs_kernels
-from tests.e2e.harness import running_cluster, until, until_idle, worker
-from tests.short_model import write_short_model
+from kvrelay.client import AsyncClient, Generation, PlanChosen, Token
+from tests.e2e.harness import running_cluster, until, worker
+from tests.engine.test_ranks import save
 from worker.inprocess import LocalEngine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-NUM_TOKENS = 300
+NUM_TOKENS = 400
+NUM_STREAMS = 2
+PROMPT = [3 + 7 * i % 250 for i in range(200)]
+OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 4, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 
 
-async def test_answers_of_workers_with_ranks_are_those_of_one_process_also_after_a_kill(tmp_path: Path) -> None:
+async def test_answers_of_two_ranks_go_on_in_one_and_are_resumed_in_three_after_a_kill(tmp_path: Path) -> None:
     if isinstance(compiler := find_compiler(), NotBuilt) or not cpu_runs_kernels():
         pytest.skip(f"no compiled kernels: {compiler}")
-    (tmp_path / "model").mkdir()
-    model_dir = write_short_model(tmp_path / "model", num_layers=2, vocab_size=4096)
-    prompt = [3 + 7 * i % 4000 for i in range(200)]
-    options: dict[str, Any] = {
-        "temperature": 0.8,
-        "top_p": 0.9,
-        "seed": 4,
-        "max_tokens": NUM_TOKENS,
-        "ignore_eos": True,
-    }
-    pool = {"kv_memory_gib": 0.1}
+    model_dir = tmp_path / "model"
+    save(model_dir, "llama", vocab_size=272, max_position_embeddings=1024, num_key_value_heads=6)
+    byte_tokenizer().save(str(model_dir / "tokenizer.json"))
+    pool: dict[str, Any] = {"kv_memory_gib": 0.1}
+    pools = {"prefill": pool | {"tensor_parallel": 2}, "decode": pool}
     config: dict[str, Any] = {
         "name": "ranks",
+        "launcher": "local",
         "model": {"id": str(model_dir), "dtype": "bfloat16"},
-        "pools": {"prefill": pool, "decode": pool | {"tensor_parallel": 3}},
+        "pools": pools,
         "router": {"port": 0, "local_prefill_max_tokens": 0},
     }
     alone = LocalEngine.load(parse_config(config | {"pools": {"decode": pool}}, source="serving.yaml"))
-    expected = [text.token_id for text in alone.stream(prompt, SamplingParams(**options))][:NUM_TOKENS]
+    expected = [text.token_id for text in alone.stream(PROMPT, SamplingParams(**OPTIONS))][:NUM_TOKENS]
     async with running_cluster(tmp_path, config, timeout_s=300) as client:
-        assert [*(await client.generate(prompt, **options)).token_ids] == expected
-        view = await worker(client, "decode")
-        assert view.status is not None
-        pid, ranks = view.status.pid, psutil.Process(view.status.pid).children()
-        assert len(ranks) == 2
-        stream = client.stream(prompt, **options)
-        async for _event in stream:
-            os.kill(ranks[-1].pid, signal.SIGKILL)
-            break
-        assert [*(await stream.result()).token_ids] == expected
+        wanted = config | {"pools": pools | {"decode": pool | {"tensor_parallel": 3}}}
+        changing = asyncio.create_task(roll_out(tmp_path, wanted))
 
-        async def restarted() -> bool:
-            view = await worker(client, "decode")
-            return view.status is not None and view.status.pid != pid
+        async def are_both_there() -> bool:
+            workers = (await client.status()).workers
+            return sum(each.role == "decode" and each.state == "ready" for each in workers) == 2
 
-        await until(restarted, timeout_s=120, what="the worker starts again")
+        await until(are_both_there, timeout_s=120, what="a decode worker of three ranks beside one of one")
+        one, three = [(await worker(client, "decode", idx)).status for idx in range(2)]
+        assert one is not None and three is not None
+        ranks = psutil.Process(three.pid).children()
+        prefilling = (await worker(client, "prefill")).status
+        assert prefilling is not None and len(psutil.Process(prefilling.pid).children()) == 1
+        assert not psutil.Process(one.pid).children() and len(ranks) == 2
+
+        moved = await killed_on("decode-0", one.pid, client)
+        assert all([*each.token_ids] == expected for each in moved)
+        assert "prefill-0" in {each.plans[0].prefill_worker_id for each in moved}
+        assert "decode-1" in {each.plan.decode_worker_id for each in moved if len(each.plans) > 1}
+
+        moved = await killed_on("decode-1", ranks[-1].pid, client)
+        assert all([*each.token_ids] == expected for each in moved)
         assert not psutil.wait_procs(ranks, timeout=60)[1], "ranks have outlived their worker"
-        assert [*(await client.generate(prompt, **options)).token_ids] == expected
-        await until_idle(client)
+    with pytest.raises(KvrelayError):  # the cluster has ended before the trial of the new worker has
+        await changing
+
+
+async def roll_out(folder: Path, config: dict[str, Any]) -> None:
+    """Let a worker of another configuration serve beside the old ones."""
+    path = folder / "next.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    terms = RolloutTerms(canary_s=300.0, max_slowdown=20.0, grace_s=30.0)
+    await asyncio.to_thread(lambda: list(rollout(folder / "run", load_config(path), terms)))
+
+
+async def killed_on(worker_id: str, pid: int, client: AsyncClient) -> list[Generation]:
+    """Ask again and again, and kill a process once a worker decodes one of the answers; returns all answers."""
+    decoding, is_killed = asyncio.Event(), False
+
+    async def answers() -> list[Generation]:
+        found: list[Generation] = []
+        while not is_killed:
+            stream, decoder = client.stream(PROMPT, **OPTIONS), ""
+            async for event in stream:
+                if isinstance(event, PlanChosen):
+                    decoder = event.decode_worker_id
+                if isinstance(event, Token) and decoder == worker_id:
+                    decoding.set()
+            found.append(await stream.result())
+        return found
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(answers()) for _ in range(NUM_STREAMS)]
+        await decoding.wait()
+        os.kill(pid, signal.SIGKILL)
+        is_killed = True
+    return [each for task in running for each in task.result()]
