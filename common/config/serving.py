@@ -4,6 +4,7 @@ Every problem is reported as `file:key: reason`. Nothing changes after loading.
 """
 
 import re
+from collections.abc import Iterator
 from difflib import get_close_matches
 from hashlib import sha256
 from itertools import product
@@ -257,11 +258,21 @@ def _line(source: str, item: dict[str, object]) -> str:
     assert isinstance(location, tuple)
     key = ".".join(str(part) for part in location if part not in _ALTERNATIVES)
     if item["type"] == "extra_forbidden":
-        near = get_close_matches(str(location[-1]), _section_at(location[:-1]).model_fields, n=1)
-        reason = f"unknown key; did you mean {near[0]}?" if near else "unknown key"
+        name = str(location[-1])
+        near = get_close_matches(name, _section_at(location[:-1]).model_fields, n=1) or [*_keys_named(name)]
+        reason = f"unknown key; did you mean {' or '.join(near[:3])}?" if near else "unknown key"
     else:
         reason = str(item["msg"]).removeprefix("Value error, ")
     return f"{source}:{key}: {reason}" if key else f"{source}:{reason}"
+
+
+def _keys_named(name: str, section: type[Section] | None = None, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a section, by default of the whole file, that have this last part."""
+    for key, field in (section or ServingConfig).model_fields.items():
+        if key == name:
+            yield prefix + key
+        for inner in filter(_is_section, (field.annotation, *get_args(field.annotation))):
+            yield from _keys_named(name, inner, f"{prefix}{key}.")
 
 
 def _section_at(location: tuple[int | str, ...]) -> type[Section]:

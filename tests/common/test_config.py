@@ -14,6 +14,11 @@ _REPO = Path(__file__).parents[2]
 MISTAKES = {
     "nonsense: 1": "f.yaml:nonsense: unknown key",
     "pools: {prefill: {blocksize: 3}}": "f.yaml:pools.prefill.blocksize: unknown key; did you mean block_size?",
+    "model: {tensor_parallel: 3}": (
+        "f.yaml:model.tensor_parallel: unknown key; did you mean"
+        " pools.prefill.tensor_parallel or pools.decode.tensor_parallel?"
+    ),
+    "queue_timeout_s: 3": "f.yaml:queue_timeout_s: unknown key; did you mean router.queue_timeout_s?",
     "tenants: [{name: a, wait: 3}]": "f.yaml:tenants.0.wait: unknown key; did you mean weight?",
     "pools: {decode: {block_size: 32}}": "pools.decode.block_size: 32 does not match pools.prefill.block_size: 16",
     "pools: {decode: {count: 0}}": "pools.decode.count: 0",
