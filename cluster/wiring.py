@@ -16,7 +16,7 @@ from cluster.health.health_monitor import HealthMonitor
 from cluster.health.trial import try_worker
 from cluster.processes.launch_local import LocalLauncher, modules_to_fork, service_command
 from cluster.processes.launcher import Launcher, StartFailed
-from cluster.processes.plan import HostResources, PlanError, ProcessSpec, largest_crowd, make_plan
+from cluster.processes.plan import HostResources, PlanError, ProcessSpec, largest_crowd, make_plan, threads_of_ranks
 from cluster.processes.run_dir import FILE_NAME, write_config
 from cluster.processes.starter import StartFailure, StartListener, StartStep
 from cluster.processes.state import ClusterPhase, StateFile, has_served, wanted_processes
@@ -71,6 +71,11 @@ async def supervise(
         specs: Sequence[ProcessSpec] = plan_for(config)
         if (crowd := largest_crowd(specs)) > 1:
             report(f"warning: {crowd} workers share a GPU and its memory: lower pools.*.count to one for each GPU")
+        if not environment and (num_threads := threads_of_ranks(config, specs)) > usable_cores():
+            report(
+                f"warning: the workers compute with {num_threads} threads on {usable_cores()} cores, and ranks wait for"
+                " each other in every layer: lower pools.*.tensor_parallel"
+            )
         try:
             report(f"opening launcher: {config.launcher}")
             await launcher.open()

@@ -158,9 +158,10 @@ def _packages(config: ServingConfig, host: HostFacts) -> DoctorFinding:
 
 def _cores(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     pools = (config.pools.prefill, config.pools.decode)
-    threads = sum(pool.count * (1 if pool.threads == "auto" else pool.threads) for pool in pools)
+    threads = sum(pool.count * pool.num_threads(auto=1) for pool in pools)
     if config.launcher == "local" and config.model.engine != "fake" and threads > host.num_cores:
-        advice = "lower pools.*.count or pools.*.threads, or raise the container's limit"
+        lower = "pools.*.tensor_parallel" if any(pool.tensor_parallel > 1 for pool in pools) else "pools.*.threads"
+        advice = f"lower pools.*.count or {lower}, or raise the container's limit"
         return warning("cores", f"{host.num_cores} here, the workers compute with {threads} threads", advice)
     return ok("cores", f"{host.num_cores}")
 

@@ -133,6 +133,14 @@ def largest_crowd(specs: Sequence[ProcessSpec]) -> int:
     return max((int(spec.env.get(GPU_WORKERS_ENV, 0)) for spec in specs), default=0)
 
 
+def threads_of_ranks(config: ServingConfig, specs: Sequence[ProcessSpec]) -> int:
+    """Return the threads of all workers; 0 where none has several ranks, which wait for each other in every layer."""
+    pools = [getattr(config.pools, spec.role) for spec in specs if spec.role in POOLS]
+    if all(pool.tensor_parallel == 1 for pool in pools):
+        return 0
+    return sum(pool.num_threads(auto=1) for pool in pools)
+
+
 def with_sizes(config: ServingConfig, sizes: Mapping[ProcessRole, int]) -> ServingConfig:
     """Return the configuration with other sizes of the named pools."""
     changed = {str(role): getattr(config.pools, role).model_copy(update={"count": n}) for role, n in sizes.items()}

@@ -179,6 +179,11 @@ class PoolConfig(Section):
     """In a Ray cluster, `spread` puts the workers of a pool on as many hosts as there are, `pack` fills one host after
     the other."""
 
+    def num_threads(self, auto: int) -> int:
+        """Return the threads that one worker computes with, where `threads: auto` stands for so many."""
+        # Each rank has an equal part, and one at least.
+        return self.tensor_parallel * max(1, (auto if self.threads == "auto" else self.threads) // self.tensor_parallel)
+
     @property
     def port_range(self) -> range:
         """Ports to try, in order; only 0 (any free one) if none are named."""

@@ -13,6 +13,7 @@ from cluster.processes.plan import (
     largest_crowd,
     make_plan,
     pool_order,
+    threads_of_ranks,
     with_living_names,
 )
 from common.config import ServingConfig
@@ -150,6 +151,22 @@ def test_workers_that_reserve_no_gpu_are_dealt_those_of_the_host_in_turn(
     assert [worker.env.get("CUDA_VISIBLE_DEVICES") for worker in workers] == cards
     assert [worker.env.get("KVRELAY_GPU_WORKERS") for worker in workers] == [n and str(n) for n in num_sharing]
     assert largest_crowd(workers) == max(n or 0 for n in num_sharing)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [
+        ({}, {"count": 9}, 0),
+        ({}, {"count": 2, "tensor_parallel": 3}, 7),
+        ({"threads": 2}, {"tensor_parallel": 3, "threads": 7}, 8),
+        ({"count": 0}, {"tensor_parallel": 4, "threads": 2}, 4),
+    ],
+)
+def test_every_rank_counts_one_thread_at_least_where_a_worker_has_several(
+    prefill: dict[str, object], decode: dict[str, object], expected: int
+) -> None:
+    config = make_config(prefill=prefill, decode=decode)
+    assert threads_of_ranks(config, make_plan(config, make_host())) == expected
 
 
 @pytest.mark.parametrize(
