@@ -208,6 +208,20 @@ def parse_ready(line: str) -> Ready | None:
     return Ready(**fields)
 
 
+def describe_exit(code: int) -> str:
+    """Return how a process has ended, by its exit status, or minus the signal that killed it."""
+    if code == 0:  # no service ends by itself
+        return "terminated"
+    if code == EXIT_HUNG:
+        return f"hung, and ended itself (exit status {code})"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
 class CannotStart(Exception):
     """A process cannot serve what its configuration asks for; the message says what to do."""
 

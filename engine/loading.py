@@ -7,6 +7,7 @@ any other architecture       ModelExecutor: transformers computes, on our pages
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -67,7 +68,7 @@ def load_executor(options: EngineOptions) -> Executor:
         executor = load(model, options)
     else:
         executor = _load_native(model, model.config, options)
-    _log_loaded(model, executor, time.monotonic() - started_s)
+    _log_loaded(model, executor, time.monotonic() - started_s, num_ranks=options.tensor_parallel)
     return executor
 
 
@@ -146,7 +147,7 @@ def _load_ranks(model: ModelDescription, config: DecoderConfig, options: EngineO
         store = _make_store(model, options)
         floors = measure_floors(
             first.part.config,
-            model.shape,
+            replace(model.shape, num_kv_heads=first.part.config.num_kv_heads),  # what a rank reads of pages
             weight_bytes=first.part.weights.num_bytes,
             dtype=model.dtype,
             device=model.device,
@@ -194,7 +195,7 @@ def _check_fixed_pages(model: ModelDescription, options: EngineOptions) -> None:
         )
 
 
-def _log_loaded(model: ModelDescription, executor: Executor, load_s: float) -> None:
+def _log_loaded(model: ModelDescription, executor: Executor, load_s: float, *, num_ranks: int) -> None:
     shape, num_blocks = model.shape, executor.kv.num_blocks
     num_window_pages = executor.kv.num_window_pages if has_windows(executor.kv) else 0
     logger.info(
@@ -212,6 +213,7 @@ def _log_loaded(model: ModelDescription, executor: Executor, load_s: float) -> N
             "num_window_pages": num_window_pages,
             "block_size": shape.block_size,
             "num_kv_tokens": num_blocks * shape.block_size,
+            "num_ranks": num_ranks,
             "torch_threads": torch.get_num_threads(),
             "load_s": round(load_s, 3),
         },

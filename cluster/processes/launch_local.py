@@ -19,7 +19,7 @@ from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import config_file_of, log_path, log_tail
 from common.config import ConfigError, load_config
 from common.log import LOG_PATH_ENV, open_log
-from common.process import EXIT_HUNG, PARENT_PID_ENV, CannotStart, Ready, parse_failure, parse_ready
+from common.process import PARENT_PID_ENV, CannotStart, Ready, describe_exit, parse_failure, parse_ready
 from common.trust.authority import Authority
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
@@ -130,7 +130,7 @@ class LocalLauncher:
             ready = await lines.until_ready()
             if ready is None:
                 code = await child.exit_code_within(_EXIT_GRACE_S)  # its stdout is closed: it is about to exit
-                reason = f"{spec.name}: {_describe_exit(code)} before it was ready"
+                reason = f"{spec.name}: {describe_exit(code)} before it was ready"
                 raise StartFailed(f"{reason}\n{log_tail(path, offset=offset)}".rstrip())
         except BaseException as error:
             child.stdin.close()
@@ -197,7 +197,7 @@ class _Subprocess:
         return await until_over(self._died(), self._silent(), partial(self._child.signal, signal.SIGKILL))
 
     async def _died(self) -> str:
-        return _describe_exit(await self._child.exit_code())
+        return describe_exit(await self._child.exit_code())
 
     async def stop(self, grace_s: float) -> None:
         self._child.signal(signal.SIGTERM)
@@ -249,16 +249,3 @@ class _Lines:
         answer = answer_to(text, self._enrol)
         if answer is not None:
             self._stdin.write(answer.encode())
-
-
-def _describe_exit(code: int) -> str:
-    if code == 0:  # no service ends by itself
-        return "terminated"
-    if code == EXIT_HUNG:
-        return f"hung, and ended itself (exit status {code})"
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
@@ -10,7 +11,7 @@ from engine.cuda.buffers import SentStep
 from engine.cuda.ranks import BlockOrder, FollowingExecutor, load_part, make_executor
 from engine.kv_store import KvStore
 from engine.options import ModelDescription
-from engine.ranks.follower import begin
+from engine.ranks.follower import begin, receive
 from engine.ranks.group import DeviceGroup
 
 logger = logging.getLogger(__name__)
@@ -32,16 +33,12 @@ def main(pipe_fd: int, memory_fd: int) -> None:
     executor = make_executor(part, model.shape, start.options, group, FollowingExecutor)
     with ThreadPoolExecutor(1, thread_name_prefix="pages") as pages:
         while True:
-            try:
-                order = pipe.recv()
-            except EOFError:
-                return
-            match order:
-                case SentStep():
-                    executor.follow(order)
+            match pickle.loads(receive(pipe)):
+                case SentStep() as step:
+                    executor.follow(step)
                 case BlockOrder(block_ids=(source,), target=target) if target is not None:
                     executor.kv.copy_block(source, target)
-                case BlockOrder():
+                case BlockOrder() as order:
                     pages.submit(_serve, order, executor.kv, pipe)
 
 

@@ -53,8 +53,13 @@ class CpuChoice:
             ops: CpuOps | TorchOps = CpuOps(config, store, self.kernels)
         else:
             ops = TorchOps(config, store, self.dtype)
-        logger.info("kernels chosen", extra={"operations": ops.name, "linears": self.linears})
+        log_kernels(ops, self.linears)
         return ops
+
+
+def log_kernels(ops: CpuOps | TorchOps, linears: str) -> None:
+    """Say in the log what computes."""
+    logger.info("kernels chosen", extra={"operations": ops.name, "linears": linears})
 
 
 def choose_cpu_kernels(
@@ -105,6 +110,12 @@ def load_draw_kernel(device: torch.device) -> DrawKernel | None:
     return None if kernels is None else compiled_draw(kernels)
 
 
+def packed_linears(kernels: CpuKernels, weights: DecoderWeights) -> str:
+    """Return the name of compiled products with packed weights."""
+    has_tiles = kernels.has_tiles() and weights.embedding.dtype is torch.bfloat16
+    return "compiled, packed weights" + (", in tiles" if has_tiles else "")
+
+
 def _open(library: Path, dtype: torch.dtype) -> CpuKernels | None:
     try:
         return CpuKernels(library, dtype)
@@ -121,7 +132,7 @@ def _pack(weights: DecoderWeights, kernels: CpuKernels | None, depth: DepthParts
         has_tiles = kernels.has_tiles() and weights.embedding.dtype is torch.bfloat16
         if not (is_plain and cpu_has(_TILE_FLAG)) or has_tiles:  # else compiled without them
             pack_projections(weights, kernels, depth)
-            return "compiled, packed weights" + (", in tiles" if has_tiles else "")
+            return packed_linears(kernels, weights)
     if can_pack(weights.embedding):
         widen_weights(weights, lambda linear, span: RoundedInputs(OneDnnLinear(linear), span))
         weights.replace_projections(lambda linear: OneDnnLinear(linear) if isinstance(linear, Linear) else linear)

@@ -11,7 +11,7 @@ from engine.model.loader import load_rank_weights
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.linear import DepthParts, pack_projections
 from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_attend, can_run
-from engine.ops.select import choose_cpu_kernels
+from engine.ops.select import choose_cpu_kernels, packed_linears
 from engine.ops.torch_attention import PageShare
 from engine.ops.torch_ops import TorchOps
 from engine.options import ModelDescription
@@ -36,6 +36,8 @@ class RankPart:
     weights: DecoderWeights
     kernels: CpuKernels
     memory: RankMemory
+    linears: str
+    """Name of what computes products."""
 
     @classmethod
     def load(cls, model: ModelDescription, rank: Rank, kernels: CpuKernels, memory: RankMemory) -> "RankPart":
@@ -54,7 +56,15 @@ class RankPart:
                 key="pools.*.tensor_parallel",
             )
         config = rank.config(whole)
-        return cls(rank=rank, whole=whole, config=config, weights=weights, kernels=kernels, memory=memory)
+        return cls(
+            rank=rank,
+            whole=whole,
+            config=config,
+            weights=weights,
+            kernels=kernels,
+            memory=memory,
+            linears=packed_linears(kernels, weights),
+        )
 
     def ops(self, store: TorchKvStore) -> CpuOps:
         """Return the operations on the pages that all ranks share, each of which has some of their heads."""
@@ -95,6 +105,8 @@ class TorchRankPart:
     """The rank's own part."""
     weights: DecoderWeights
     group: RankGroup
+    linears: str
+    """Name of what computes products."""
 
     @classmethod
     def load(cls, model: ModelDescription, group: RankGroup) -> "TorchRankPart":
@@ -103,8 +115,8 @@ class TorchRankPart:
         assert isinstance(whole, DecoderConfig), f"{whole} is no decoder of our own"
         weights = load_rank_weights(model.files, whole, group.rank, dtype=model.dtype, device=model.device)
         cut_products(weights, group)
-        choose_cpu_kernels(weights, None)
-        return cls(whole=whole, config=group.rank.config(whole), weights=weights, group=group)
+        linears = choose_cpu_kernels(weights, None).linears
+        return cls(whole=whole, config=group.rank.config(whole), weights=weights, group=group, linears=linears)
 
     def ops(self, store: TorchKvStore) -> TorchOps:
         """Return the operations on the pages that all ranks share, each of which has some of their heads."""

@@ -1,7 +1,9 @@
 """Program of a rank other than the first: it follows the first one's steps until its pipe ends."""
 
 import os
+import pickle
 import socket
+import sys
 from array import array
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,9 +24,17 @@ from engine.ranks.messages import FORWARD, LOGITS, PLAN, Start, read_plan
 def begin(pipe_fd: int) -> tuple[socket.socket, Connection, Start]:
     """Return the ways to the first rank, and what it says first."""
     link, pipe = socket.socket(fileno=pipe_fd), Connection(os.dup(pipe_fd))
-    start: Start = pipe.recv()
+    start: Start = pickle.loads(receive(pipe))
     torch.set_num_threads(start.num_threads)
     return link, pipe, start
+
+
+def receive(pipe: Connection) -> bytes:
+    """Return the first rank's next message. Ends this process when there are no more."""
+    try:
+        return pipe.recv_bytes()
+    except (EOFError, ConnectionError):
+        sys.exit()
 
 
 def main(pipe_fd: int, memory_fd: int) -> None:
@@ -39,7 +49,7 @@ def main(pipe_fd: int, memory_fd: int) -> None:
         pipe.send_bytes(str(error).encode())
         return
     pipe.send_bytes(b"")
-    num_blocks, num_window_pages = msgpack.unpackb(pipe.recv_bytes())
+    num_blocks, num_window_pages = msgpack.unpackb(receive(pipe))
     _, (store_fd, *_), _, _ = socket.recv_fds(link, 1, 1)
     store = TorchKvStore(
         model.shape, num_blocks, device=model.device, num_window_pages=num_window_pages, memory=map_memory(store_fd)
@@ -63,13 +73,10 @@ def _load(start: Start, memory_fd: int) -> tuple[RankPart | TorchRankPart, Model
 
 
 def _follow(pipe: Connection, decoder: Any, ops: Any, store: TorchKvStore) -> None:
-    """Do what messages say, until there are no more."""
+    """Do what messages say."""
     step, hidden = None, torch.empty(0)
     while True:
-        try:
-            kind, *content = msgpack.unpackb(pipe.recv_bytes())
-        except EOFError:
-            return
+        kind, *content = msgpack.unpackb(receive(pipe))
         match kind:
             case _ if kind == PLAN:
                 spans, window_page_of = content

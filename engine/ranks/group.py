@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.executor import DeviceBroken
 from engine.weights.config import UnsupportedModel
 from engine.weights.ranks import Rank
 
@@ -21,8 +22,8 @@ _ROWS_TOGETHER = 1024
 _TIMEOUT = timedelta(minutes=10)
 
 
-class RankLost(Exception):
-    """A rank has ended: the engine's results are wrong from now on."""
+class RankLost(DeviceBroken):
+    """A rank has ended, or is not where the others are: the engine's results are wrong from now on."""
 
 
 class RankGroup:

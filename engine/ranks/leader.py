@@ -15,10 +15,10 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,12 +28,13 @@ import msgpack
 import torch
 from torch import Tensor
 
-from common.process import PARENT_PID_ENV, CannotStart
+from common.process import PARENT_PID_ENV, CannotStart, describe_exit
 from engine.model.decoder import Decoder
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.ops import CpuOps, CpuStepOps
 from engine.ops.interface import StepOps
 from engine.ops.metadata import AttentionMetadata
+from engine.ops.select import log_kernels
 from engine.ops.torch_ops import TorchOps
 from engine.options import EngineOptions, ModelDescription
 from engine.pages.kv_cache import TorchKvStore
@@ -52,10 +53,21 @@ LOAD_S, LOAD_FACTOR = 120.0, 5.0
 """Seconds that the others have once the first rank has its weights, or so many times what it took if that is more."""
 
 
-def end_without(pid: int) -> None:
+def end_without(loss: str) -> None:
     """End this process: it has lost a rank, and what it computes is wrong."""
-    logger.critical("rank process %d has ended; this worker ends, too", pid)
+    logger.critical("%s; this worker ends, too", loss)
     os._exit(_EXIT_LOST)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Raise RankLost for any error: the other ranks wait inside of a step that this one has left."""
+    try:
+        yield
+    except RankLost:
+        raise
+    except Exception as error:
+        raise RankLost(f"cannot go on: a step has failed in one of several ranks: {error}") from error
 
 
 class Followers:
@@ -78,7 +90,7 @@ class Followers:
         self._pipes: list[Connection] = []
         self._sending, self._asking = threading.Lock(), threading.Lock()
         self._is_closed = threading.Event()
-        self._lost: Future[int] = Future()
+        self._lost: Future[str] = Future()
         started: Future[list[subprocess.Popen[bytes]]] = Future()
         with ExitStack() as given:
             commands: list[list[str]] = []
@@ -102,7 +114,8 @@ class Followers:
     def _live(self, commands: Seq[Seq[str]], started: "Future[list[subprocess.Popen[bytes]]]") -> None:
         """Start the processes, and wait for one to end. The system kills them, stopped ones, too, with this thread."""
         environment = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
-        processes = []
+        processes: list[subprocess.Popen[bytes]] = []
+        ends, ended = dict[int, int](), select.poll()
         try:
             for command in commands:
                 fds = [int(fd) for fd in command[-2:]]
@@ -116,22 +129,31 @@ class Followers:
                         env=environment,
                     )
                 )
+            for idx, process in enumerate(processes):
+                ends[os.pidfd_open(process.pid)] = idx
         except BaseException as error:  # noqa: BLE001 - the caller raises it
+            for process in processes:
+                process.kill()
+                process.wait()
             started.set_exception(error)
             return
-        pids = {os.pidfd_open(process.pid): process.pid for process in processes}
+        for fd in ends:
+            ended.register(fd, select.POLLIN)
         started.set_result(processes)
-        ended, _, _ = select.select([*pids], [], [])
+        first = ends[ended.poll()[0][0]]
         if not self._is_closed.is_set():
-            self._lost.set_result(pids[ended[0]])
-        for fd in pids:
+            end = describe_exit(processes[first].wait())
+            self._lost.set_result(f"rank {first + 1} (process {processes[first].pid}) has ended: {end}")
+        for fd in ends:
             os.close(fd)
 
     def await_loaded(self) -> None:
         """Wait until every rank has its weights; the first one has its own.
 
-        Raises UnsupportedModel for one that cannot load them, CannotStart for one that takes far longer than the first.
+        Raises UnsupportedModel for one that cannot load them, CannotStart for one that ends meanwhile, or takes far
+        longer than the first.
         """
+        complaints, has_ended = list[str](), False
         begun_s = time.monotonic()
         limit_s = max(LOAD_S, LOAD_FACTOR * (begun_s - self._started_s))
         for idx, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True), 1):
@@ -141,11 +163,13 @@ class Followers:
                     " the first one; look whether it is stopped, or waits for its disk"
                 )
             try:
-                complaint = pipe.recv_bytes().decode()
-            except EOFError:
-                complaint = f"rank process {process.pid} has ended while it loaded its weights"
-            if complaint:
-                raise UnsupportedModel(complaint)
+                complaints.append(pipe.recv_bytes().decode())
+            except (EOFError, ConnectionError):
+                has_ended = True
+        for complaint in filter(None, complaints):
+            raise UnsupportedModel(complaint)
+        if has_ended:  # with one of them the system kills the others
+            raise CannotStart(f"cannot start the ranks: {self._lost.result()}, while it loaded its weights")
 
     def share(self, store: TorchKvStore) -> None:
         """Let every rank map the pages."""
@@ -154,8 +178,8 @@ class Followers:
             pipe.send_bytes(msgpack.packb((store.num_blocks, store.num_window_pages)))
             socket.send_fds(each, [b"\0"], [store.shared_region.fd])
 
-    def watch(self, on_lost: Callable[[int], None]) -> None:
-        """Call `on_lost` with the process id, on any thread, when a rank ends by itself, or has done so."""
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost`, on any thread, when a rank ends by itself, or has done so: with which one, and how."""
         self._lost.add_done_callback(lambda lost: on_lost(lost.result()))
 
     def send(self, message: bytes) -> None:
@@ -223,7 +247,8 @@ class LeadingDecoder(RankDecoder):
     def forward_tapped(self, token_ids: Tensor, step: CpuStepOps, layers: Seq[int]) -> tuple[Tensor, list[Tensor]]:
         """See `CpuDecoder`. Raises RankLost."""
         self._followers.send(pack_forward(token_ids))
-        found = super().forward_tapped(token_ids, step, layers)
+        with _together():
+            found = super().forward_tapped(token_ids, step, layers)
         self._check()
         return found
 
@@ -231,7 +256,8 @@ class LeadingDecoder(RankDecoder):
         """See `CpuDecoder`. Raises RankLost."""
         hidden = hidden.contiguous()
         self._followers.send(pack_logits(hidden))
-        logits = super().logits(hidden)
+        with _together():
+            logits = super().logits(hidden)
         self._check()
         return logits
 
@@ -251,13 +277,15 @@ class LeadingTorchDecoder(Decoder):
     def forward(self, token_ids: Tensor, ops: StepOps) -> Tensor:
         """See `Decoder`. Raises RankLost."""
         self._followers.send(pack_forward(token_ids))
-        return super().forward(token_ids, ops)
+        with _together():
+            return super().forward(token_ids, ops)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Decoder`. Raises RankLost."""
         hidden = hidden.contiguous()
         self._followers.send(pack_logits(hidden))
-        return super().logits(hidden)
+        with _together():
+            return super().logits(hidden)
 
 
 class LeadingRank:
@@ -290,19 +318,23 @@ class LeadingRank:
         self._followers.close()
 
     def bind(
-        self, store: TorchKvStore, on_lost: Callable[[int], None] = end_without
+        self, store: TorchKvStore, on_lost: Callable[[str], None] | None = None
     ) -> tuple[LeadingDecoder | LeadingTorchDecoder, LeadingOps]:
-        """Let all ranks compute on these pages. `on_lost`: called when a rank ends, with its process id."""
+        """Let all ranks compute on these pages. `on_lost`: see `Followers.watch`; None: `end_without`."""
         part, followers = self.part, self._followers
 
-        def lost(pid: int) -> None:
-            if isinstance(part, RankPart):
-                part.memory.abort()
-            on_lost(pid)
+        memory = part.memory if isinstance(part, RankPart) else None
+
+        def lost(loss: str) -> None:
+            if memory is not None:
+                memory.abort()
+            (on_lost or end_without)(loss)
 
         followers.share(store)
         followers.watch(lost)
-        ops = LeadingOps(part.ops(store), followers, store)
+        own = part.ops(store)
+        log_kernels(own, part.linears)
+        ops = LeadingOps(own, followers, store)
         if isinstance(part, RankPart):
             return LeadingDecoder(part, followers), ops
         part.group.meet()

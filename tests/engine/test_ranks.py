@@ -1,12 +1,17 @@
 """Several ranks: processes that have a part of a model each, against one process that has all of it."""
 
+import fcntl
+import gc
 import os
+import queue
+import resource
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -16,12 +21,13 @@ import torch
 from common.ids import BlockId
 from common.model_files import default_model_dir
 from common.sampling import SamplingParams
-from engine.executor import Executor
+from engine.executor import DeviceBroken, Executor
 from engine.ops.cpu.build import NotBuilt, find_compiler
 from engine.ops.select import cpu_runs_kernels
 from engine.runner import KeptStates
 from engine.sequence import Sequence
 from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
+from engine.weights.decoder_weights import DecoderWeights
 from engine.weights.segments import num_segments, possible_ranks
 from tests.engine.driver import GREEDY, Driver, load, make_sequence
 from tests.engine.tiny_models import make_model, make_prompt
@@ -176,11 +182,97 @@ def test_ranks_of_quantized_weights_are_refused(llama: Path) -> None:
         load(llama, tensor_parallel=2, quantization="int8")
 
 
-def test_ranks_end_when_their_engine_does(llama: Path) -> None:
-    executor = load(llama, tensor_parallel=2)
-    [rank] = [child for child in psutil.Process().children() if "engine.ranks.follower" in child.cmdline()]
+def test_ranks_end_when_their_engine_does_and_the_log_names_number_and_kernels(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        executor = load(llama, tensor_parallel=2)
+    chosen, loaded = (vars(each) for each in caplog.records if each.message in ("kernels chosen", "model loaded"))
+    assert (chosen["operations"], chosen["linears"][:8]) == ("compiled for this CPU", "compiled")
+    assert loaded["num_ranks"] == 2
+    assert executor.floors is not None
+    assert executor.floors.kv_bytes_per_token == executor.kv.shape.bytes_per_token // 2
+    [rank] = ranks_here()
     del executor
     assert not rank.is_running()
+
+
+def test_a_step_that_fails_in_one_rank_ends_the_engine_before_a_wrong_token(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.ranks.leader.end_without", Mock())
+    executor = load(llama, tensor_parallel=2)
+    driver, asked = Driver(executor), make_sequence(make_prompt(20))
+    driver.step([(asked, 20)])
+
+    def embed(*_args: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(DecoderWeights, "embed", embed)
+    with pytest.raises(DeviceBroken, match="in one of several ranks: can't allocate memory"):
+        driver.step([(asked, 1)])
+    [rank] = ranks_here()
+    rank.kill()  # it waits inside of the step
+    del driver, executor
+    gc.collect()  # the error's frames
+    assert not rank.is_running()
+
+
+def ranks_here() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "engine.ranks.follower" in child.cmdline()]
+
+
+def test_a_system_that_cannot_watch_ranks_gets_an_error_and_does_not_hang(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=OSError("Function not implemented")), raising=False)
+    with pytest.raises(OSError, match="Function not implemented"):
+        load(llama, tensor_parallel=4)
+    assert ranks_here() == []
+
+
+def test_a_rank_that_ends_is_named_with_its_end_whatever_files_are_open(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pidfd_open, losses = os.pidfd_open, queue.Queue[str]()
+    past_select = 1100  # select() takes none from 1024 on
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: fcntl.fcntl(pidfd_open(pid), fcntl.F_DUPFD_CLOEXEC, past_select))
+    monkeypatch.setattr("engine.ranks.leader.end_without", losses.put)
+    executor = load(llama, tensor_parallel=4)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    rank = ranks_here()[-1]
+    rank.kill()
+    assert losses.get(timeout=_DEADLINE_S) == f"rank 3 (process {rank.pid}) has ended: killed by SIGKILL"
+    del executor
+
+
+STARTS_A_RANK = """
+import os, subprocess, sys
+environment = {**os.environ, "KVRELAY_PARENT_PID": str(os.getpid())}
+rank = [sys.executable, "-P", "-m", "engine.ranks.start", "engine.ranks.follower", "0", "0"]
+with subprocess.Popen(rank, env=environment) as process:
+    print(process.pid, flush=True)
+    process.wait()
+"""
+
+
+def test_a_rank_ends_with_the_first_one_while_it_imports_torch(tmp_path: Path) -> None:
+    imports = tmp_path / "imports"
+    os.mkfifo(imports)
+    (tmp_path / "torch.py").write_text(f"import time; open({str(imports)!r}, 'w').close(); time.sleep(600)")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command, environment = [sys.executable, "-c", STARTS_A_RANK], {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as first:
+        assert first.stdout is not None
+        rank = psutil.Process(int(first.stdout.readline()))
+        imports.read_bytes()  # waits for the import
+        first.kill()
+        _, alive = psutil.wait_procs([rank], _DEADLINE_S)
+    for each in alive:
+        each.kill()
+    assert not alive
 
 
 SERVE = """
