@@ -20,10 +20,12 @@ import torch
 
 from common.ids import BlockId
 from common.model_files import default_model_dir
+from common.process import CannotStart
 from common.sampling import SamplingParams
 from engine.executor import DeviceBroken, Executor
 from engine.ops.cpu.build import NotBuilt, find_compiler
 from engine.ops.select import cpu_runs_kernels
+from engine.ranks.decoder import RankPart
 from engine.runner import KeptStates
 from engine.sequence import Sequence
 from engine.weights.config import DecoderConfig, UnsupportedModel, parse_config, read_json
@@ -246,6 +248,21 @@ def test_a_rank_that_ends_is_named_with_its_end_whatever_files_are_open(
     rank.kill()
     assert losses.get(timeout=_DEADLINE_S) == f"rank 3 (process {rank.pid}) has ended: killed by SIGKILL"
     del executor
+
+
+def test_a_rank_that_is_killed_while_it_loads_fails_the_start_by_name(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_part = RankPart.load
+
+    def load_and_kill(*args: Any) -> RankPart:
+        ranks_here()[1].kill()
+        return load_part(*args)
+
+    monkeypatch.setattr(RankPart, "load", load_and_kill)
+    with pytest.raises(CannotStart, match=r"rank 2 \(process \d+\) has ended: killed by SIGKILL, while it loaded"):
+        load(llama, tensor_parallel=4)
+    assert ranks_here() == []
 
 
 STARTS_A_RANK = """
