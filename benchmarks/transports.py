@@ -30,8 +30,6 @@ from common.clock import SystemClock
 from common.config import TransferConfig
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import MIN_PING_INTERVAL_MS, channel_options, unix_address
-from engine.device.host_ring import make_ring
-from engine.device.kv_copy import DevicePages
 from engine.kv_store import KvShape
 from engine.pages.kv_cache import TorchKvStore
 from engine.thread import EngineDriver
@@ -50,20 +48,9 @@ _QWEN3_8B = KvShape(
 )
 
 
-class LikeDevice(TorchKvStore):
-    """Pages in host memory that are read and written by the code for devices."""
-
-    def __init__(self, shape: KvShape, num_blocks: int) -> None:
-        super().__init__(shape, num_blocks, device=torch.device("cpu"))
-        pages = DevicePages(self._pages, shape)
-        self._bytes, self.host_ring, self.shared_region = pages, make_ring(pages), None
-
-
 def make_store(shape: KvShape, num_blocks: int, device: torch.device, *, is_mappable: bool = False) -> TorchKvStore:
     """Return pages in device memory; on a CPU, such as are copied alike, unless they may be mapped."""
-    if device.type == "cpu" and not is_mappable:
-        return LikeDevice(shape, num_blocks)
-    return TorchKvStore(shape, num_blocks, device=device)
+    return TorchKvStore(shape, num_blocks, device=device, is_like_device=not is_mappable)
 
 
 @asynccontextmanager

@@ -165,7 +165,7 @@ def _measure_attend(
 def _make_ops(bench: Bench, kv_dtype: torch.dtype, batch: int, context_len: int, *, uses_cudnn: bool = False) -> Ops:
     decoder, device = bench.decoder, bench.part.device
     shape = kv_shape(decoder, block_size=BLOCK_SIZE, dtype=kv_dtype, fingerprint="benchmark")
-    store = TorchKvStore(shape, batch * -(-context_len // BLOCK_SIZE) + 1, device=device)
+    store = TorchKvStore(shape, batch * -(-context_len // BLOCK_SIZE) + 1, device=device, is_like_device=True)
     for pages in (pages for layer in store.layers for pages in layer):
         pages.copy_(torch.randn(pages.shape, dtype=torch.bfloat16, device=device))
     return _ops(decoder, store, uses_cudnn=uses_cudnn)

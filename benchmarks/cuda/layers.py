@@ -104,7 +104,7 @@ def noisy_store(
     """Return pages of `dtype` for a step: noise for the first `num_filled` tokens of each sequence, NaN elsewhere."""
     num_blocks = 1 + max(max(span.block_table) for span in metadata.spans)
     shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint="benchmark")
-    store = TorchKvStore(shape, num_blocks, device=device)
+    store = TorchKvStore(shape, num_blocks, device=device, is_like_device=True)
     slots = torch.cat([_slots(span, filled) for span, filled in zip(metadata.spans, num_filled, strict=True)]).to(
         device
     )

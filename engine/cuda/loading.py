@@ -41,7 +41,7 @@ _MAX_GRAPH_SEQS = 256
 _GIB = 1 << 30
 # Share of a step's memory for gaps between the allocator's blocks.
 _STEP_SLACK = 0.2
-# Reserve for kernels that are loaded late, libraries' workspaces, staging of KV copies, and other processes.
+# Reserve for kernels that are loaded late, libraries' workspaces, and other processes.
 _RESERVE_SHARE = 0.02
 _MIN_RESERVE_BYTES = _GIB // 2
 
@@ -144,7 +144,7 @@ def check_weights_fit(model: ModelDescription, quantization: QuantizationMethod 
 def make_cuda_executor(model: LoadedModel, num_blocks: int, bounds: StepBounds, kind: type[ExecutorT]) -> ExecutorT:
     """Return an executor with `num_blocks` pages, compiled kernels and captured graphs."""
     started_s = time.monotonic()
-    store = TorchKvStore(model.shape, num_blocks, device=model.device)
+    store = TorchKvStore(model.shape, num_blocks, device=model.device, is_like_device=True)
     ops = make_device_ops(model, store)
     limits = StepLimits(max_seqs=bounds.max_seqs, max_graph_seqs=min(bounds.max_running, _MAX_GRAPH_SEQS))
     executor = kind(model.decoder, store, ops, model.info, limits, model.floors)
@@ -185,7 +185,7 @@ def make_device_ops(model: LoadedModel, store: TorchKvStore) -> DeviceOps:
 @torch.inference_mode()
 def measure_kv_bytes(model: LoadedModel, bounds: StepBounds, share: MemoryShare) -> int:
     """Return the memory left for pages, measured by running the largest step. Takes seconds. Raises ValueError."""
-    store = TorchKvStore(model.shape, 1, device=model.device)
+    store = TorchKvStore(model.shape, 1, device=model.device, is_like_device=True)
     ops = make_device_ops(model, store)
     largest_step = device_for(model.device).measure(lambda: _run_largest_step(model, ops, bounds))
     vocab_size = model.decoder.config.vocab_size

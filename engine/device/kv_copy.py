@@ -14,10 +14,9 @@ between those and the engine's. The host orders them by three rules.
 
 Staging memory is pinned and allocated once: allocating it later would wait for the whole device.
 
-A *block view* is a tensor [num_blocks, num_parts, words_per_part] whose last dimension is contiguous and whose other
-strides are free: a part is one layer's keys, values or latent rows of a block. Pages, staging buffers and another
-process's pages are block views of memory with different layouts, so that one operation moves blocks among all of them.
-Words are integers: the dtype of the pages does not matter.
+A block lies in one piece, as it travels. To and from host memory a copy engine moves it, beside the step's kernels;
+blocks that follow each other are one copy. Inside the device, or from a mapped card, one kernel moves all of them,
+since to launch a copy of each would take longer than the copies.
 """
 
 import logging
@@ -38,7 +37,8 @@ logger = logging.getLogger(__name__)
 MoveBlocks = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """(source, source ids, target, target ids): copy block source_ids[i] over block target_ids[i], on the current stream.
 
-Source and target are block views, ids int64 on their device and in range, target ids distinct. Mutates the target.
+Source and target are [num_blocks, words_per_block], ids int64 on their device and in range, target ids distinct.
+Mutates the target.
 """
 
 _NUM_LANES = 2
@@ -48,19 +48,21 @@ _MAX_IDS = 8192
 class DevicePages:
     """Pages in device memory, as bytes. Any thread, for blocks that the caller holds.
 
-    `pages` is [num_layers, parts_per_layer, num_blocks, ...], one dtype, contiguous. On a CPU the same code runs
-    without streams.
+    `memory` is uint8 [num_blocks * block_bytes]. On a CPU the same code runs without streams.
     """
 
-    def __init__(self, pages: Tensor, shape: KvShape, *, staging_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, memory: Tensor, shape: KvShape, *, staging_bytes: int = PIECE_BYTES) -> None:
         self.shape = shape
-        self.blocks = block_view(pages, shape)
-        self._move = _choose_move(pages.device)
+        self.blocks = self.view_of(memory)
+        """Integers [num_blocks, words_per_block]."""
+        self._move = _choose_move(memory.device)
         self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
         blocks_per_lane = min(max(1, staging_bytes // shape.block_bytes), len(self.blocks), _MAX_IDS)
         for _ in range(_NUM_LANES):
             self._lanes.put(_Lane(self.blocks, blocks_per_lane))
-        self.read_blocks([0])  # compile the kernel now, not during the first request
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)  # the pages were zeroed on another stream
+        self.copy_blocks(self.blocks, [0], [0])  # compile the kernel now, not during the first request
 
     def read_blocks(self, block_ids: Seq[int]) -> memoryview:
         """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]. Raises LayoutMismatch for a bad id."""
@@ -80,7 +82,7 @@ class DevicePages:
         Copies to pinned memory are faster. Raises LayoutMismatch for a bad id.
         """
         check_ids(block_ids, len(self.blocks))
-        target = host.view(self.blocks.dtype).view(-1, *self.blocks.shape[1:])
+        target = host.view(self.blocks.dtype).view(-1, self.blocks.shape[1])
         with self._lane() as lane:
             for first in range(0, len(block_ids), lane.num_blocks):
                 ids = block_ids[first : first + lane.num_blocks]
@@ -97,12 +99,11 @@ class DevicePages:
                 ids = block_ids[first : first + lane.num_blocks]
                 lane.host_bytes(len(ids))[:] = source[first * block_bytes : (first + len(ids)) * block_bytes]
                 with lane.running():
-                    staged = lane.staging[: len(ids)]
-                    staged.copy_(lane.host[: len(ids)], non_blocking=True)
-                    self._move(staged, lane.numbers[: len(ids)], self.blocks, lane.upload(0, ids))
+                    for at, own in _runs(ids):
+                        self.blocks[own].copy_(lane.host[at], non_blocking=True)
 
     def copy_blocks(self, source: Tensor, sources: Seq[int], targets: Seq[int]) -> None:
-        """Copy blocks of `source`, a block view on this device, over blocks of these pages, and wait for the copy.
+        """Copy blocks of `source`, a `view_of` memory that this device reads, over blocks of these pages, and wait.
 
         Raises LayoutMismatch for a bad id, or different numbers of sources and targets.
         """
@@ -123,15 +124,19 @@ class DevicePages:
             return bytes(source.tolist())
 
     def view_of(self, memory: Tensor) -> Tensor:
-        """Return another engine's pages, uint8 [num_blocks * block_bytes] of the same layout, as a block view."""
-        return block_view(memory, self.shape)
+        """Return memory of blocks of this shape, uint8 [num_blocks * block_bytes], as [num_blocks, words_per_block].
+
+        The widest integers of which a block is a whole number: the dtype of the pages does not matter.
+        """
+        block_bytes = self.shape.block_bytes
+        words = (torch.int64, torch.int32, torch.int16, torch.uint8)
+        return memory.view(-1, block_bytes).view(next(each for each in words if block_bytes % each.itemsize == 0))
 
     def _fetch(self, lane: "_Lane", ids: Seq[int], host: Tensor) -> None:
         """Copy at most a lane's blocks to host memory, and wait for the copy."""
         with lane.running():
-            staged = lane.staging[: len(ids)]
-            self._move(self.blocks, lane.upload(0, ids), staged, lane.numbers[: len(ids)])
-            host.copy_(staged, non_blocking=True)
+            for at, own in _runs(ids):
+                host[at].copy_(self.blocks[own], non_blocking=True)
 
     @contextmanager
     def _lane(self) -> "Iterator[_Lane]":
@@ -148,18 +153,13 @@ class _Lane:
     def __init__(self, blocks: Tensor, num_blocks: int) -> None:
         device = blocks.device
         is_cuda = device.type == "cuda"
-        sizes = (num_blocks, *blocks.shape[1:])
         self.num_blocks = num_blocks
-        self.host = torch.empty(sizes, dtype=blocks.dtype, pin_memory=is_cuda)
-        self.staging = torch.empty(sizes, dtype=blocks.dtype, device=device)
-        self.numbers = torch.arange(num_blocks, dtype=torch.int64, device=device)
+        self.host = torch.empty((num_blocks, blocks.shape[1]), dtype=blocks.dtype, pin_memory=is_cuda)
         self._host_ids = torch.empty((2, _MAX_IDS), dtype=torch.int64, pin_memory=is_cuda)
         self._ids = torch.empty((2, _MAX_IDS), dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         # A blocking event: a spinning thread would take a core from the step loop.
         self._ended = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
-        if is_cuda:
-            torch.cuda.synchronize(device)  # `numbers` was filled on another stream
 
     def host_bytes(self, num_blocks: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return the first blocks of the host staging as bytes."""
@@ -188,13 +188,14 @@ class _Lane:
                 self._ended.synchronize()
 
 
-def block_view(pages: Tensor, shape: KvShape) -> Tensor:
-    """Return contiguous pages [num_layers, parts_per_layer, num_blocks, ...] of any dtype as a block view."""
-    num_parts = shape.num_parts
-    part_bytes = shape.block_bytes // num_parts
-    word = next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if part_bytes % t.itemsize == 0)
-    words = pages.view(num_parts, -1).view(torch.uint8).view(word)
-    return words.view(num_parts, -1, part_bytes // word.itemsize).transpose(0, 1)
+def _runs(block_ids: Seq[int]) -> Iterator[tuple[slice, slice]]:
+    """Yield runs of blocks that follow each other: their places among the ids, and among all blocks."""
+    begin = 0
+    for end in range(1, len(block_ids) + 1):
+        if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
+            first = block_ids[begin]
+            yield slice(begin, end), slice(first, first + end - begin)
+            begin = end
 
 
 def move_blocks_in_torch(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:

@@ -1,5 +1,5 @@
 """A Triton kernel that moves blocks inside a device."""
-# ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
+# ruff: noqa: ANN001, ANN202 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
 import triton
@@ -15,41 +15,32 @@ def _move_blocks(
     source_ids,
     target,
     target_ids,
-    source_block_stride,
-    source_part_stride,
-    target_block_stride,
-    target_part_stride,
-    words_per_part,
+    words_per_block,
     WORDS: tl.constexpr,
 ):
     item = tl.program_id(0)
-    part = tl.program_id(1).to(tl.int64)  # part * stride exceeds 32 bits on pages of a few GiB
-    words = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
-    inside = words < words_per_part
+    words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    inside = words < words_per_block
     source_id = tl.load(source_ids + item).to(tl.int64)
     target_id = tl.load(target_ids + item).to(tl.int64)
-    values = tl.load(source + source_id * source_block_stride + part * source_part_stride + words, mask=inside)
-    tl.store(target + target_id * target_block_stride + part * target_part_stride + words, values, mask=inside)
+    values = tl.load(source + source_id * words_per_block + words, mask=inside)
+    tl.store(target + target_id * words_per_block + words, values, mask=inside)
 
 
 def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
     """Copy block source_ids[i] of `source` over block target_ids[i] of `target`, on the current stream.
 
-    Both are block views of one integer dtype on one device; ids are int64 [num_ids] there, in range, and the target
-    ids are distinct: the kernel checks neither. Mutates target.
+    Both are contiguous [num_blocks, words_per_block] of one integer dtype on one device; ids are int64 [num_ids] there,
+    in range, and the target ids are distinct: the kernel checks neither. Mutates target.
     """
-    num_parts, words_per_part = source.shape[1:]
-    grid = (len(source_ids), num_parts, triton.cdiv(words_per_part, _WORDS_PER_PROGRAM))
+    words_per_block = source.shape[1]
+    grid = (len(source_ids), triton.cdiv(words_per_block, _WORDS_PER_PROGRAM))
     _move_blocks[grid](
         source,
         source_ids,
         target,
         target_ids,
-        source.stride(0),
-        source.stride(1),
-        target.stride(0),
-        target.stride(1),
-        words_per_part,
+        words_per_block,
         WORDS=_WORDS_PER_PROGRAM,
         num_warps=4,
     )

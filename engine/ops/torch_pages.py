@@ -90,7 +90,8 @@ class _PlainPages:
         self._cache = cache
 
     def write(self, slots: Tensor, rows: Tensor) -> Tensor:
-        self._cache.view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)
+        block_size = self._cache.shape[1]
+        self._cache[slots // block_size, slots % block_size] = rows
         return rows
 
     def gather(self, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:

@@ -1,9 +1,9 @@
 """The pages' bytes: one storage for all layers, in host memory that peers can map, or on a device.
 
-In memory a layer's keys lie together, [num_layers, parts, num_blocks, page], because attention reads a layer at a
-time. On the wire a block's bytes do, [num_layers, parts, page]. A page is one layer's keys, values or latent rows
-of a block: plainly [block_size, num_kv_heads, head_dim], or codes (`engine.pages.kv_format`; latent rows as keys) with
-their scales behind them,
+On the wire a block's bytes lie together, [num_layers, parts, page], and in device memory, too: a block is one piece,
+which one copy moves. In host memory a layer's keys do, [num_layers, parts, num_blocks, page]: attention there reads a
+layer at a time. A page is one layer's keys, values or latent rows of a block: plainly [block_size, num_kv_heads,
+head_dim], or codes (`engine.pages.kv_format`; latent rows as keys) with their scales behind them,
 
     keys    [block_size / 16, num_kv_heads, row_bytes / 4, 16 tokens, 4 bytes]
     values  [block_size / 16, num_kv_heads, 4, row_bytes, 4 tokens]
@@ -146,10 +146,11 @@ class TorchKvStore:
     """Pages of one engine as tensors; a `KvStore`.
 
     `layers[i]` has the parts of layer i, (keys, values) or (latent rows,): views [num_pages, block_size, num_kv_heads,
-    head_dim] of the one storage; layers with window pages have as many pages as there are of those, all others as many
-    as there are blocks. Pages of codes: [num_pages, page] bytes; `engine.ops.torch_pages` finds codes and scales in
-    them. A recurrent layer has (states,), float32 [num_pages, state_size]. In host memory pages can be mapped by other
-    processes of the host, in device memory by those on the same card.
+    head_dim] of the one storage, in which each page is contiguous; layers with window pages have as many pages as there
+    are of those, all others as many as there are blocks. Pages of codes: [num_pages, page] bytes;
+    `engine.ops.torch_pages` finds codes and scales in them. A recurrent layer has (states,), float32 [num_pages,
+    state_size]. In host memory pages can be mapped by other processes of the host, in device memory by those on the
+    same card, or on one that reads it.
     """
 
     def __init__(
@@ -160,9 +161,11 @@ class TorchKvStore:
         device: torch.device,
         num_window_pages: int = 0,
         memory: mmap.mmap | None = None,
+        is_like_device: bool = False,
     ) -> None:
         """`num_window_pages`: only in host memory, for a shape with windowed layers. `memory`: pages of another process
-        that this one has mapped, to write, too; None: of its own.
+        that this one has mapped, to write, too; None: of its own. `is_like_device`: on a CPU, too, pages lie, and are
+        read and written, as on a device.
         """
         self.shape = shape
         self.num_blocks = num_blocks
@@ -172,22 +175,22 @@ class TorchKvStore:
         self.device_sharing: DeviceSharing | None = None
         self.host_ring: HostRing | None = None
         self.kv_format = format_named(shape.dtype)
-        sizes = (-1, shape.parts_per_layer, num_blocks, shape.part_bytes)
         kv_bytes = num_blocks * shape.block_bytes
         window_bytes = num_window_pages * shape.window_page_bytes
         self._bytes: HostPages | DevicePages
-        if device.type == "cpu":
+        if device.type == "cpu" and not is_like_device:
             if memory is None:
                 memory, self.shared_region = allocate_region(
                     kv_bytes + window_bytes, num_pieces=shape.num_parts, num_window_pieces=shape.num_windowed_parts
                 )
             self._bytes = HostPages(memoryview(memory), num_blocks, shape)
             storage = torch.frombuffer(memory, dtype=torch.uint8)
-            self._pages = storage[:kv_bytes].view(sizes)
+            self._pages = storage[:kv_bytes].view(-1, shape.parts_per_layer, num_blocks, shape.part_bytes)
         else:
             storage = torch.zeros(kv_bytes + NONCE_BYTES, dtype=torch.uint8, device=device)
-            self._pages = storage[:kv_bytes].view(sizes)
-            self._bytes = DevicePages(self._pages, shape)
+            blocks = storage[:kv_bytes].view(num_blocks, -1, shape.parts_per_layer, shape.part_bytes)
+            self._pages = blocks.permute(1, 2, 0, 3)
+            self._bytes = DevicePages(storage[:kv_bytes], shape)
             self.device_sharing = share_pages(storage, self._bytes)
             self.host_ring = make_ring(self._bytes)
         self._window_pages = (

@@ -60,7 +60,7 @@ class CudaIpc(Transport):
         sharing = self._store.device_sharing
         assert sharing is not None, "`reaches` has looked"
         region, memory = sharing.region, opened.device_memory
-        memory.handle, memory.offset_bytes, memory.size_bytes = region.handle, region.offset_bytes, region.size_bytes
+        memory.handle, memory.offset_bytes, memory.region_bytes = region.handle, region.offset_bytes, region.size_bytes
         memory.device_uuid, memory.nonce, memory.num_blocks = region.device_uuid, region.nonce, self._store.num_blocks
 
     def seal(self, first_block: int, block_ids: Seq[BlockId]) -> list[pb.FetchBlocksResponse]:
@@ -98,7 +98,7 @@ class CudaIpc(Transport):
         region = DeviceRegion(
             handle=memory.handle,
             offset_bytes=memory.offset_bytes,
-            size_bytes=memory.size_bytes,
+            size_bytes=memory.region_bytes,
             device_uuid=memory.device_uuid,
             nonce=memory.nonce,
         )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/v1/kv_transfer.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/worker.proto\"\x16\n\x14\x44\x65scribePagesRequest\"P\n\x15\x44\x65scribePagesResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x06layout\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\"\x83\x02\n\tOpenFetch\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x04 \x01(\t\x12+\n\ntransports\x18\x05 \x03(\x0e\x32\x17.kvrelay.v1.KvTransport\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x08 \x01(\x0c\x12\x0e\n\x06ticket\x18\t \x01(\t\x12\x18\n\x10readable_devices\x18\n \x03(\t\x12\x11\n\thash_root\x18\x0b \x01(\x0cJ\x04\x08\x07\x10\x08R\x0b\x64\x65vice_uuid\"\r\n\x0bTakenBlocks\"\n\n\x08\x41\x63kFetch\"\x95\x01\n\x12\x46\x65tchBlocksRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.OpenFetchH\x00\x12#\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AckFetchH\x00\x12(\n\x05taken\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.TakenBlocksH\x00\x42\t\n\x07message\"^\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\"\x80\x01\n\x0c\x44\x65viceMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\r\n\x05nonce\x18\x05 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\"w\n\nNixlMemory\x12\r\n\x05\x61gent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x12\n\npage_order\x18\x06 \x01(\t\"\xd7\x01\n\x0b\x46\x65tchOpened\x12*\n\ttransport\x18\x01 \x01(\x0e\x32\x17.kvrelay.v1.KvTransport\x12/\n\rshared_memory\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.SharedMemory\x12/\n\rdevice_memory\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.DeviceMemory\x12+\n\x0bnixl_memory\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.NixlMemory\x12\r\n\x05lends\x18\x05 \x01(\x08\"I\n\x0cSealedBlocks\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"Q\n\nBlockChunk\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"I\n\rManifestToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\xae\x01\n\x08Manifest\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0flast_block_hash\x18\x03 \x01(\x0c\x12/\n\x0c\x66irst_tokens\x18\x04 \x03(\x0b\x32\x19.kvrelay.v1.ManifestToken\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12\x11\n\thash_root\x18\x07 \x01(\x0c\"\xca\x01\n\x13\x46\x65tchBlocksResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.FetchOpenedH\x00\x12*\n\x06sealed\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.SealedBlocksH\x00\x12\'\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.BlockChunkH\x00\x12(\n\x08manifest\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.ManifestH\x00\x42\t\n\x07message2\xbd\x01\n\x11KvTransferService\x12T\n\rDescribePages\x12 .kvrelay.v1.DescribePagesRequest\x1a!.kvrelay.v1.DescribePagesResponse\x12R\n\x0b\x46\x65tchBlocks\x12\x1e.kvrelay.v1.FetchBlocksRequest\x1a\x1f.kvrelay.v1.FetchBlocksResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/v1/kv_transfer.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/worker.proto\"\x16\n\x14\x44\x65scribePagesRequest\"P\n\x15\x44\x65scribePagesResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x06layout\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\"\x83\x02\n\tOpenFetch\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x04 \x01(\t\x12+\n\ntransports\x18\x05 \x03(\x0e\x32\x17.kvrelay.v1.KvTransport\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x08 \x01(\x0c\x12\x0e\n\x06ticket\x18\t \x01(\t\x12\x18\n\x10readable_devices\x18\n \x03(\t\x12\x11\n\thash_root\x18\x0b \x01(\x0cJ\x04\x08\x07\x10\x08R\x0b\x64\x65vice_uuid\"\r\n\x0bTakenBlocks\"\n\n\x08\x41\x63kFetch\"\x95\x01\n\x12\x46\x65tchBlocksRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.OpenFetchH\x00\x12#\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AckFetchH\x00\x12(\n\x05taken\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.TakenBlocksH\x00\x42\t\n\x07message\"^\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\"\x94\x01\n\x0c\x44\x65viceMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\r\n\x05nonce\x18\x05 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x14\n\x0cregion_bytes\x18\x07 \x01(\x04J\x04\x08\x03\x10\x04R\nsize_bytes\"w\n\nNixlMemory\x12\r\n\x05\x61gent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x12\n\npage_order\x18\x06 \x01(\t\"\xd7\x01\n\x0b\x46\x65tchOpened\x12*\n\ttransport\x18\x01 \x01(\x0e\x32\x17.kvrelay.v1.KvTransport\x12/\n\rshared_memory\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.SharedMemory\x12/\n\rdevice_memory\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.DeviceMemory\x12+\n\x0bnixl_memory\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.NixlMemory\x12\r\n\x05lends\x18\x05 \x01(\x08\"I\n\x0cSealedBlocks\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"Q\n\nBlockChunk\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"I\n\rManifestToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\xae\x01\n\x08Manifest\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0flast_block_hash\x18\x03 \x01(\x0c\x12/\n\x0c\x66irst_tokens\x18\x04 \x03(\x0b\x32\x19.kvrelay.v1.ManifestToken\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12\x11\n\thash_root\x18\x07 \x01(\x0c\"\xca\x01\n\x13\x46\x65tchBlocksResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.FetchOpenedH\x00\x12*\n\x06sealed\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.SealedBlocksH\x00\x12\'\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.BlockChunkH\x00\x12(\n\x08manifest\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.ManifestH\x00\x42\t\n\x07message2\xbd\x01\n\x11KvTransferService\x12T\n\rDescribePages\x12 .kvrelay.v1.DescribePagesRequest\x1a!.kvrelay.v1.DescribePagesResponse\x12R\n\x0b\x46\x65tchBlocks\x12\x1e.kvrelay.v1.FetchBlocksRequest\x1a\x1f.kvrelay.v1.FetchBlocksResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,21 +47,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHAREDMEMORY']._serialized_start=616
   _globals['_SHAREDMEMORY']._serialized_end=710
   _globals['_DEVICEMEMORY']._serialized_start=713
-  _globals['_DEVICEMEMORY']._serialized_end=841
-  _globals['_NIXLMEMORY']._serialized_start=843
-  _globals['_NIXLMEMORY']._serialized_end=962
-  _globals['_FETCHOPENED']._serialized_start=965
-  _globals['_FETCHOPENED']._serialized_end=1180
-  _globals['_SEALEDBLOCKS']._serialized_start=1182
-  _globals['_SEALEDBLOCKS']._serialized_end=1255
-  _globals['_BLOCKCHUNK']._serialized_start=1257
-  _globals['_BLOCKCHUNK']._serialized_end=1338
-  _globals['_MANIFESTTOKEN']._serialized_start=1340
-  _globals['_MANIFESTTOKEN']._serialized_end=1413
-  _globals['_MANIFEST']._serialized_start=1416
-  _globals['_MANIFEST']._serialized_end=1590
-  _globals['_FETCHBLOCKSRESPONSE']._serialized_start=1593
-  _globals['_FETCHBLOCKSRESPONSE']._serialized_end=1795
-  _globals['_KVTRANSFERSERVICE']._serialized_start=1798
-  _globals['_KVTRANSFERSERVICE']._serialized_end=1987
+  _globals['_DEVICEMEMORY']._serialized_end=861
+  _globals['_NIXLMEMORY']._serialized_start=863
+  _globals['_NIXLMEMORY']._serialized_end=982
+  _globals['_FETCHOPENED']._serialized_start=985
+  _globals['_FETCHOPENED']._serialized_end=1200
+  _globals['_SEALEDBLOCKS']._serialized_start=1202
+  _globals['_SEALEDBLOCKS']._serialized_end=1275
+  _globals['_BLOCKCHUNK']._serialized_start=1277
+  _globals['_BLOCKCHUNK']._serialized_end=1358
+  _globals['_MANIFESTTOKEN']._serialized_start=1360
+  _globals['_MANIFESTTOKEN']._serialized_end=1433
+  _globals['_MANIFEST']._serialized_start=1436
+  _globals['_MANIFEST']._serialized_end=1610
+  _globals['_FETCHBLOCKSRESPONSE']._serialized_start=1613
+  _globals['_FETCHBLOCKSRESPONSE']._serialized_end=1815
+  _globals['_KVTRANSFERSERVICE']._serialized_start=1818
+  _globals['_KVTRANSFERSERVICE']._serialized_end=2007
 # @@protoc_insertion_point(module_scope)

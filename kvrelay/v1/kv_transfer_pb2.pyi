@@ -250,35 +250,35 @@ class DeviceMemory(_message.Message):
 
     HANDLE_FIELD_NUMBER: _builtins.int
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
-    SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    REGION_BYTES_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
     """Handle of the allocation that holds the pages (cudaIpcMemHandle_t)."""
     offset_bytes: _builtins.int
     """Where in the allocation the pages begin."""
-    size_bytes: _builtins.int
-    """Size of the pages and the nonce."""
     device_uuid: _builtins.str
     """The card."""
     nonce: _builtins.bytes
     """Random bytes at the end: proof that it is the same memory."""
     num_blocks: _builtins.int
     """Number of blocks in the serving worker's pool."""
+    region_bytes: _builtins.int
+    """Size of the blocks, which lie one after the other as they travel, and of the nonce."""
     def __init__(
         self,
         *,
         handle: _builtins.bytes = ...,
         offset_bytes: _builtins.int = ...,
-        size_bytes: _builtins.int = ...,
         device_uuid: _builtins.str = ...,
         nonce: _builtins.bytes = ...,
         num_blocks: _builtins.int = ...,
+        region_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle", "nonce", b"nonce", "num_blocks", b"num_blocks", "offset_bytes", b"offset_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle", "nonce", b"nonce", "num_blocks", b"num_blocks", "offset_bytes", b"offset_bytes", "region_bytes", b"region_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

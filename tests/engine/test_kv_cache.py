@@ -23,9 +23,12 @@ from tests.engine.cuda_kv.support import make_shape
 CPU = torch.device("cpu")
 
 
-def make_store(dtype: str = "float32", num_blocks: int = 5, parts_per_layer: int = 2) -> TorchKvStore:
+def make_store(
+    dtype: str = "float32", num_blocks: int = 5, parts_per_layer: int = 2, *, is_like_device: bool = False
+) -> TorchKvStore:
     """Return a store whose every element differs from its neighbours."""
-    store = TorchKvStore(make_shape(dtype=dtype, parts_per_layer=parts_per_layer), num_blocks, device=CPU)
+    shape = make_shape(dtype=dtype, parts_per_layer=parts_per_layer)
+    store = TorchKvStore(shape, num_blocks, device=CPU, is_like_device=is_like_device)
     for layer_idx, pages in enumerate(store.layers):
         for half, page in enumerate(pages):
             values = torch.arange(page.numel(), dtype=torch.float32) + 1000 * (2 * layer_idx + half)
@@ -37,22 +40,47 @@ def ids(*block_ids: int) -> list[BlockId]:
     return [BlockId(i) for i in block_ids]
 
 
+@pytest.mark.parametrize("is_like_device", [False, True])
 @pytest.mark.parametrize("parts_per_layer", [1, 2])
-def test_copy_block_when_copied_leaves_source_and_others_alone(parts_per_layer: int) -> None:
-    store = make_store(parts_per_layer=parts_per_layer)
+def test_copy_block_when_copied_leaves_source_and_others_alone(parts_per_layer: int, is_like_device: bool) -> None:
+    store = make_store(parts_per_layer=parts_per_layer, is_like_device=is_like_device)
     before = [bytes(store.read_blocks(ids(i))) for i in range(5)]
     store.copy_block(BlockId(2), BlockId(4))
     assert [bytes(store.read_blocks(ids(i))) for i in range(5)] == [*before[:4], before[2]]
 
 
+@pytest.mark.parametrize("is_like_device", [False, True])
 @pytest.mark.parametrize("parts_per_layer", [1, 2])
-def test_clear_blocks_when_page_holds_nan_zeroes_that_page_only(parts_per_layer: int) -> None:
-    store = make_store(parts_per_layer=parts_per_layer)
+def test_clear_blocks_when_page_holds_nan_zeroes_that_page_only(parts_per_layer: int, is_like_device: bool) -> None:
+    store = make_store(parts_per_layer=parts_per_layer, is_like_device=is_like_device)
     store.layers[1][-1][3].fill_(float("nan"))
     before = bytes(store.read_blocks(ids(0, 1, 2, 4)))
     store.clear_blocks(ids(3))
     assert not any(store.read_blocks(ids(3)))
     assert bytes(store.read_blocks(ids(0, 1, 2, 4))) == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("parts_per_layer", [1, 2])
+def test_block_in_device_memory_is_one_piece_with_the_bytes_that_travel(dtype: str, parts_per_layer: int) -> None:
+    ours, hosts = (
+        make_store(dtype, parts_per_layer=parts_per_layer, is_like_device=is_device) for is_device in (True, False)
+    )
+    first = ours.layers[0][0]
+    storage = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage())
+    size = ours.shape.block_bytes
+    for block_id in range(ours.num_blocks):
+        assert first[block_id].data_ptr() - first.data_ptr() == block_id * size
+        piece = storage[block_id * size : (block_id + 1) * size].numpy().tobytes()
+        assert piece == bytes(ours.read_blocks(ids(block_id))) == bytes(hosts.read_blocks(ids(block_id)))
+
+
+def test_blocks_between_host_and_device_memory_keep_every_element() -> None:
+    host, like_device = make_store(num_blocks=5), make_store(num_blocks=7, is_like_device=True)
+    like_device.write_blocks(ids(6, 1, 2), host.read_blocks(ids(0, 3, 4)))
+    for ours, theirs in zip(like_device.layers, host.layers, strict=True):
+        for page, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(page[[6, 1, 2]], expected[[0, 3, 4]])
 
 
 def test_documents_have_the_tables_of_models_that_the_code_gives() -> None:

@@ -40,7 +40,7 @@ def opened_by(sharing: FakeSharing, **changes: object) -> pb.FetchOpened:
     memory = pb.DeviceMemory(
         handle=region.handle,
         offset_bytes=region.offset_bytes,
-        size_bytes=region.size_bytes,
+        region_bytes=region.size_bytes,
         device_uuid=region.device_uuid,
         nonce=region.nonce,
         num_blocks=sharing.store.num_blocks,

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from benchmarks.transports import LikeDevice, fill, pulls_of, shape_of, source
+from benchmarks.transports import fill, make_store, pulls_of, shape_of, source
 from common.clock import SystemClock
 from common.config import TransferConfig
 from common.errors import KvIncomplete, KvrelayError
@@ -29,10 +29,11 @@ from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from tests.transfer.scripted_peer import Peer, manifest, plan, pulling
 
+CPU = torch.device("cpu")
 NUM_BLOCKS, SLOT_BLOCKS, NUM_PULLERS = 32, 3, 5
 SHAPE = shape_of(is_small=True)
 BLOCKS = [BlockId(block) for block in range(NUM_BLOCKS)]
-ARGUMENTS = argparse.Namespace(blocks=NUM_BLOCKS, rounds=1, device=torch.device("cpu"), small=True)
+ARGUMENTS = argparse.Namespace(blocks=NUM_BLOCKS, rounds=1, device=CPU, small=True)
 TAKEN = pb.FetchBlocksRequest(taken=pb.TakenBlocks())
 ACK = pb.FetchBlocksRequest(ack=pb.AckFetch())
 
@@ -43,17 +44,17 @@ def num_mapped() -> int:
 
 
 async def test_pages_of_another_process_arrive_through_its_ring(tmp_path: Path) -> None:
-    store = LikeDevice(SHAPE, NUM_BLOCKS)
+    store = make_store(SHAPE, NUM_BLOCKS, CPU)
     with source("ring", tmp_path / "kv", ARGUMENTS):
         async with pulls_of("ring", tmp_path / "kv", store) as pulls:
             await pulls.pull()
-    assert store.read_blocks(BLOCKS) == fill(LikeDevice(SHAPE, NUM_BLOCKS))
+    assert store.read_blocks(BLOCKS) == fill(make_store(SHAPE, NUM_BLOCKS, CPU))
 
 
 async def test_pull_from_a_process_killed_while_it_lends_leaves_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = LikeDevice(SHAPE, NUM_BLOCKS)
+    store = make_store(SHAPE, NUM_BLOCKS, CPU)
     before = num_mapped()
     with source("ring", tmp_path / "kv", ARGUMENTS) as process:
 
@@ -74,7 +75,7 @@ class Served:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (host_ring, serve):
             monkeypatch.setattr(module, "PIECE_BYTES", SLOT_BLOCKS * SHAPE.block_bytes)
-        self.store = LikeDevice(SHAPE, NUM_BLOCKS)
+        self.store = make_store(SHAPE, NUM_BLOCKS, CPU)
         self.sent = fill(self.store)
         self.table = HandoffTable(block_size=SHAPE.block_size, lease_ttl_s=60.0, clock=SystemClock())
         transports = WorkerTransports.configured(TransferConfig(transports=("shm",)), self.store)

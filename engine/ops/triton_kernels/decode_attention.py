@@ -84,6 +84,7 @@ def decode_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         PAGE_SIZE=pages.block_size,
+        PAGE_SLOTS=pages.page_slots,
         WINDOW=pages.window or 0,
         BLOCK_H=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
@@ -120,6 +121,7 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PAGE_SLOTS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -161,6 +163,7 @@ def _decode_kernel(
         NUM_KV_HEADS * HEAD_DIM,
         HEAD_DIM=HEAD_DIM,
         PAGE_SIZE=PAGE_SIZE,
+        PAGE_SLOTS=PAGE_SLOTS,
         WINDOW=0,  # `begin` is where the window starts
         BLOCK_D=BLOCK_D,
         BLOCK_N=BLOCK_N,

@@ -16,16 +16,24 @@ class LatentPages:
     """Rows of one layer."""
 
     rows: Tensor
-    """Contiguous [num_blocks, block_size, 1, rank + rope_dim], in the activations' dtype."""
+    """[num_blocks, block_size, 1, rank + rope_dim], in the activations' dtype; see `LayerPages`."""
     rank: int
     """First values of a row, which are summed up."""
     score_scale: float
     """Factor of scores."""
 
+    def __post_init__(self) -> None:
+        assert self.rows[0].is_contiguous(), "tokens are found in a page by its sizes"
+
     @property
     def block_size(self) -> int:
         """Tokens of a page."""
         return self.rows.shape[1]
+
+    @property
+    def page_slots(self) -> int:
+        """See `LayerPages`."""
+        return self.rows.stride(0) // self.rows.stride(1)
 
     @property
     def rope_dim(self) -> int:
@@ -54,6 +62,7 @@ def attend_rows(
     RANK: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PAGE_SLOTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -65,7 +74,7 @@ def attend_rows(
         keys = first_key + tl.arange(0, BLOCK_N)
         exists = keys < end
         blocks = tl.load(table_ptr + keys // PAGE_SIZE, mask=exists, other=0)
-        at = rows_ptr + (blocks.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE)[:, None] * (RANK + ROPE_DIM)
+        at = rows_ptr + (blocks.to(tl.int64) * PAGE_SLOTS + keys % PAGE_SIZE)[:, None] * (RANK + ROPE_DIM)
         # Rows beyond the context are not read, so that data of another request, even a NaN, has no effect.
         row = load_part(at, exists, RANK, BLOCK_R)
         rope = load_part(at + RANK, exists, ROPE_DIM, BLOCK_P)

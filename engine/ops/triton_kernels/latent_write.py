@@ -53,6 +53,8 @@ def latent_write(query: Tensor, row: Tensor, by: LatentRotation, pages: LatentPa
         QUERY_DIM=query_dim,
         ROPE_DIM=rope_dim,
         RANK=pages.rank,
+        PAGE_SIZE=pages.block_size,
+        PAGE_SLOTS=pages.page_slots,
         IS_INTERLEAVED=by.has_interleaved_pairs,
         BLOCK_RANK=triton.next_power_of_2(pages.rank),
         BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
@@ -79,6 +81,8 @@ def _latent_write_kernel(
     QUERY_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     RANK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_SLOTS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
@@ -93,7 +97,7 @@ def _latent_write_kernel(
     if tl.program_id(1) == 0:
         slot = tl.load(slot_mapping_ptr + token)
         source = row_ptr + token * row_stride
-        target = pages_ptr + slot * (RANK + ROPE_DIM)
+        target = pages_ptr + (slot // PAGE_SIZE * PAGE_SLOTS + slot % PAGE_SIZE) * (RANK + ROPE_DIM)
         _norm(target, source, norm_ptr, eps, slot >= 0, RANK, BLOCK_RANK)
         exists = has_pair[None, :] & (slot >= 0)
         _rotate(target + RANK, source + RANK, pairs[None, :], exists, cos, sin, ROPE_DIM, IS_INTERLEAVED)

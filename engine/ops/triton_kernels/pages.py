@@ -20,7 +20,10 @@ HIDDEN = tl.constexpr(-1.0e30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPages:
-    """Keys and values of one layer, each contiguous [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim], alike in memory.
+
+    A page is contiguous; the pages of a layer lie apart (`engine.pages.kv_cache`).
+    """
 
     keys: Tensor
     values: Tensor
@@ -32,10 +35,19 @@ class LayerPages:
     attention_scale: float | None = None
     """Factor of scores; None: 1 / sqrt(head_dim)."""
 
+    def __post_init__(self) -> None:
+        assert self.keys.stride() == self.values.stride(), "keys and values are found at the same offsets"
+        assert self.keys[0].is_contiguous(), "tokens are found in a page by its sizes"
+
     @property
     def block_size(self) -> int:
         """Tokens of a page."""
         return self.keys.shape[1]
+
+    @property
+    def page_slots(self) -> int:
+        """Slots from a block's page to that of the next block."""
+        return self.keys.stride(0) // self.keys.stride(1)
 
     @property
     def num_kv_heads(self) -> int:
@@ -79,6 +91,7 @@ def attend_keys(
     slot_stride,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PAGE_SLOTS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -95,7 +108,7 @@ def attend_keys(
             blocks = tl.load(table_ptr + keys // PAGE_SIZE, mask=exists, other=0)
         else:
             blocks = tl.load(table_ptr + keys // PAGE_SIZE)
-        rows = (blocks.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE) * slot_stride
+        rows = (blocks.to(tl.int64) * PAGE_SLOTS + keys % PAGE_SIZE) * slot_stride
         offsets = rows[:, None] + dims[None, :]
         # Keys beyond the context are not read, so that data of another request, even a NaN, has no effect.
         if MASKED and BLOCK_D == HEAD_DIM:

@@ -63,6 +63,8 @@ def rope_kv_write(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=pages.num_kv_heads,
         HEAD_DIM=head_dim,
+        PAGE_SIZE=pages.block_size,
+        PAGE_SLOTS=pages.page_slots,
         BLOCK_PAIRS=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=block_heads,
         IS_FLOAT8=pages.keys.dtype == torch.float8_e4m3fn,
@@ -88,6 +90,8 @@ def _rope_kv_write_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_SLOTS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
@@ -134,6 +138,7 @@ def _rope_kv_write_kernel(
         second = tl.minimum(tl.maximum(second, -_FLOAT8_MAX), _FLOAT8_MAX)
     first = first.to(keys_ptr.dtype.element_ty)
     second = second.to(keys_ptr.dtype.element_ty)
+    slot = slot // PAGE_SIZE * PAGE_SLOTS + slot % PAGE_SIZE
     key_heads = (heads - NUM_HEADS)[:, None]
     target = keys_ptr + (slot * NUM_KV_HEADS + key_heads) * HEAD_DIM + pairs[None, :]
     tl.store(target, first, mask=stored & (key_heads >= 0) & (key_heads < NUM_KV_HEADS))

@@ -39,15 +39,13 @@ def make_storage(shape: KvShape, num_blocks: int, *, seed: int = 0) -> Tensor:
 
 def pages_in(storage: Tensor, shape: KvShape, *, staging_blocks: int = 3) -> DevicePages:
     """Return the pages in a storage, with staging so small that larger copies take several rounds."""
-    pages = storage[:-NONCE_BYTES].view(shape.num_layers, shape.parts_per_layer, -1)
-    return DevicePages(pages, shape, staging_bytes=staging_blocks * shape.block_bytes)
+    return DevicePages(storage[:-NONCE_BYTES], shape, staging_bytes=staging_blocks * shape.block_bytes)
 
 
 def wire_bytes(storage: Tensor, shape: KvShape, block_ids: list[int]) -> bytes:
-    """Return the blocks as they travel, by plain indexing: [num_blocks, num_parts, bytes]."""
-    num_blocks = (storage.numel() - NONCE_BYTES) // shape.block_bytes
-    pages = storage[:-NONCE_BYTES].cpu().view(shape.num_parts, num_blocks, -1)
-    return b"".join(pages[:, block_id].contiguous().numpy().tobytes() for block_id in block_ids)
+    """Return blocks of device pages as they travel, by plain indexing."""
+    blocks = storage[:-NONCE_BYTES].cpu().view(-1, shape.block_bytes)
+    return blocks[block_ids].numpy().tobytes()
 
 
 class Card:

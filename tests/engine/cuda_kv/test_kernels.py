@@ -17,25 +17,15 @@ from engine.weights.kernels import int8_linear, quantize_rows
 
 @settings(max_examples=20, deadline=None)
 @given(
-    num_parts=st.integers(1, 4),
     num_words=st.sampled_from([1, 7, 1023, 1024, 1025]),
     dtype=st.sampled_from([torch.int64, torch.int32, torch.int16, torch.uint8]),
     ids=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=6, unique_by=lambda pair: pair[1]),
-    layouts=st.tuples(st.booleans(), st.booleans()),
 )
-def test_move_blocks_equals_torch_in_every_layout(
-    num_parts: int,
-    num_words: int,
-    dtype: torch.dtype,
-    ids: list[tuple[int, int]],
-    layouts: tuple[bool, bool],
-) -> None:
-    def blocks(num_blocks: int, by_part: bool) -> torch.Tensor:
-        sizes = (num_parts, num_blocks, num_words) if by_part else (num_blocks, num_parts, num_words)
-        values = torch.arange(num_blocks * num_parts * num_words).to(dtype).view(sizes).to(DEVICE)
-        return values.transpose(0, 1) if by_part else values
+def test_move_blocks_of_every_word_equals_torch(num_words: int, dtype: torch.dtype, ids: list[tuple[int, int]]) -> None:
+    def blocks(num_blocks: int) -> torch.Tensor:
+        return torch.arange(num_blocks * num_words).to(dtype).view(num_blocks, num_words).to(DEVICE)
 
-    source, target = blocks(4, layouts[0]) + 1, blocks(6, layouts[1])
+    source, target = blocks(4) + 1, blocks(6)
     source_ids = torch.tensor([pair[0] for pair in ids], dtype=torch.int64, device=DEVICE)
     target_ids = torch.tensor([pair[1] for pair in ids], dtype=torch.int64, device=DEVICE)
     expected = target.clone()

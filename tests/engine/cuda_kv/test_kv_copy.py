@@ -13,7 +13,7 @@ from torch import Tensor
 from common.errors import LayoutMismatch, TransferError
 from common.ids import BlockId
 from engine.device.ipc import SharedDevicePages, share_pages
-from engine.device.kv_copy import DevicePages, block_view
+from engine.device.kv_copy import DevicePages
 from engine.kv_store import KvShape
 from engine.pages.kv_cache import HostPages
 from tests.engine.cuda_kv.support import Card, CardDriver, make_shape, make_storage, pages_in, wire_bytes
@@ -39,7 +39,7 @@ def opens(request: pytest.FixtureRequest) -> Open:
         if request.param == "device":
             return storage, pages_in(storage, shape)
         storage = storage.cpu()
-        return storage, HostPages(storage.numpy().data, num_blocks, shape)
+        return storage, HostPages(storage.numpy().data, num_blocks, shape, num_pieces=1)
 
     return open_pages
 
@@ -130,17 +130,6 @@ def test_copies_of_more_threads_than_lanes_do_not_mix_their_staging() -> None:
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(move, range(6)))
     assert torch.equal(target[:-16], source[:-16])
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.dtype}-{shape.block_bytes}")
-def test_block_view_shares_memory_with_the_pages(shape: KvShape) -> None:
-    storage = make_storage(shape, 7)
-    view = block_view(storage[:-16], shape)
-    assert view.shape[:2] == (7, shape.num_parts)
-    assert view.shape[2] * view.element_size() * shape.num_parts == shape.block_bytes
-    view[5].zero_()
-    assert wire_bytes(storage, shape, [5]) == bytes(shape.block_bytes)
-    assert storage.count_nonzero() > 0
 
 
 SHAPE = make_shape()

@@ -56,6 +56,7 @@ class Shape:
     """Sizes of a model by which kernels differ."""
 
     name: str
+    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -71,6 +72,7 @@ class Shape:
 
 _QWEN3_0_6B = Shape(
     name="qwen3-0.6b",
+    num_layers=28,
     num_heads=16,
     num_kv_heads=8,
     head_dim=128,
@@ -79,9 +81,23 @@ _QWEN3_0_6B = Shape(
     has_head_norms=True,
 )
 _LLAMA_8B = Shape(
-    name="llama-3.1-8b", num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=14336
+    name="llama-3.1-8b",
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=4096,
+    intermediate_size=14336,
 )
-_SMOLLM2 = Shape(name="smollm2-135m", num_heads=9, num_kv_heads=3, head_dim=64, hidden_size=576, intermediate_size=1536)
+_SMOLLM2 = Shape(
+    name="smollm2-135m",
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    hidden_size=576,
+    intermediate_size=1536,
+)
 SHAPES = (
     _QWEN3_0_6B,
     _LLAMA_8B,
@@ -92,6 +108,7 @@ SHAPES = (
     _SMOLLM2,
     Shape(
         name="gpt-oss-20b",
+        num_layers=24,
         num_heads=64,
         num_kv_heads=8,
         head_dim=64,
@@ -101,7 +118,8 @@ SHAPES = (
         window=128,
     ),
 )
-_LATENT_HEADS = {"deepseek-v2-lite": 16, "deepseek-v3": 128}
+_LATENT_HEADS = {"deepseek-v2-lite": (27, 16), "deepseek-v3": (61, 128)}
+"""Layers of each model, and heads of a layer."""
 
 
 class _HopperDriver:
@@ -129,8 +147,8 @@ def main() -> None:
     for shape in SHAPES:
         _launch_kernels(shape)
         _print_and_forget(shape.name, compiled)
-    for name, num_heads in _LATENT_HEADS.items():
-        _launch_latent_kernels(num_heads)
+    for name, sizes in _LATENT_HEADS.items():
+        _launch_latent_kernels(*sizes)
         _print_and_forget(name, compiled)
     _launch_kernels_of_any_shape()
     _print_and_forget("any", compiled)
@@ -146,11 +164,9 @@ def _launch_kernels(shape: Shape) -> None:
     def empty(*sizes: int, dtype: torch.dtype = shape.dtype) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
-    sizes = (_NUM_TOKENS, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    page_dtype = shape.page_dtype or shape.dtype
-    pages = LayerPages(
-        keys=empty(*sizes, dtype=page_dtype), values=empty(*sizes, dtype=page_dtype), window=shape.window
-    )
+    sizes = (_NUM_TOKENS, 2 * shape.num_layers, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    keys, values = empty(*sizes, dtype=shape.page_dtype or shape.dtype).unbind(1)[:2]
+    pages = LayerPages(keys=keys, values=values, window=shape.window)
     step = _step()
     norm = empty(shape.head_dim, dtype=torch.float32)
     norms = HeadNorms(query=norm, key=norm, eps=1e-6) if shape.has_head_norms else None
@@ -173,13 +189,14 @@ def _launch_kernels(shape: Shape) -> None:
         gate_mul_fp8(empty(_NUM_TOKENS, 2 * shape.intermediate_size), activation)
 
 
-def _launch_latent_kernels(num_heads: int) -> None:
+def _launch_latent_kernels(num_layers: int, num_heads: int) -> None:
     """DeepSeek's rows, which queries of 192 values attend to."""
 
     def empty(*sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=torch.bfloat16, device="meta")
 
-    pages, step = LatentPages(rows=empty(_NUM_TOKENS, 16, 1, 576), rank=512, score_scale=0.1), _step()
+    rows = empty(_NUM_TOKENS, num_layers, 16, 1, 576)[:, 0]
+    pages, step = LatentPages(rows=rows, rank=512, score_scale=0.1), _step()
     rotation = LatentRotation(
         norm=empty(512).float(), eps=1e-6, angles=empty(4096, 64).float(), has_interleaved_pairs=True
     )
@@ -205,7 +222,7 @@ def _step() -> DeviceStep:
 
 
 def _launch_kernels_of_any_shape() -> None:
-    blocks = torch.empty((8, 2, 4096), dtype=torch.int64, device="meta")
+    blocks = torch.empty((8, 8192), dtype=torch.int64, device="meta")
     ids = torch.empty(8, dtype=torch.int64, device="meta")
     move_blocks(blocks, ids, blocks, ids)
     x = torch.empty((64, 4096), dtype=torch.bfloat16, device="meta")

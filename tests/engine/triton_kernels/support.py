@@ -15,6 +15,8 @@ from engine.ops.triton_kernels.step import DeviceStep
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Absolute and relative tolerance: about two units in the last place of a kernel's result."""
+_NUM_PARTS = 5
+"""Parts of a block; a layer has the second and the third."""
 _TRUNCATION = 3
 """Factor for the interpreter, which truncates to bfloat16, and rounds three times in a norm."""
 
@@ -68,18 +70,20 @@ class Case:
         return 2 * self._random(self.num_heads).to(device, self.dtype) if self.has_sinks else None
 
     def pages(self, device: torch.device) -> LayerPages:
-        """Return pages with random KV in the contexts' slots and NaN in all others."""
-        keys, values = self._empty_pages(), self._empty_pages()
+        """Return pages with random KV in the contexts' slots and NaN in all others, amid pages of other layers."""
+        sizes = (self._num_blocks, _NUM_PARTS, self.block_size, self.num_kv_heads, self.head_dim)
+        blocks = torch.full(sizes, float("nan"), dtype=self.page_dtype or self.dtype, device=device)
+        keys, values = blocks[:, 1], blocks[:, 2]
         metadata = self.metadata()
         for table, context_len in zip(metadata.block_tables, metadata.context_lens, strict=True):
             at = np.arange(context_len)
-            slots = torch.from_numpy(table[at // self.block_size] * self.block_size + at % self.block_size)
+            pages, offsets = torch.from_numpy(table[at // self.block_size]), torch.from_numpy(at % self.block_size)
             for cache in (keys, values):
-                cache.view(-1, *cache.shape[2:])[slots] = self._random(len(slots), self.num_kv_heads, self.head_dim)
-        dtype = self.page_dtype or self.dtype
+                rows = self._random(len(at), self.num_kv_heads, self.head_dim).to(cache.device, cache.dtype)
+                cache[pages, offsets] = rows
         return LayerPages(
-            keys=keys.to(device, dtype),
-            values=values.to(device, dtype),
+            keys=keys,
+            values=values,
             window=self.window,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
@@ -88,9 +92,6 @@ class Case:
     @property
     def _num_blocks(self) -> int:
         return 3 + sum(-(-(num_computed + num_new) // self.block_size) for num_computed, num_new in self.spans)
-
-    def _empty_pages(self) -> Tensor:
-        return torch.full((self._num_blocks, self.block_size, self.num_kv_heads, self.head_dim), float("nan"))
 
     def _random(self, *sizes: int) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, sizes)) & 0xFFFF)

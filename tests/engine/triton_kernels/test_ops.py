@@ -46,7 +46,7 @@ class _TinyModel:
     device: torch.device
 
     def store(self) -> TorchKvStore:
-        return TorchKvStore(self.shape, _NUM_BLOCKS, device=self.device)
+        return TorchKvStore(self.shape, _NUM_BLOCKS, device=self.device, is_like_device=True)
 
 
 def _load(model_dir: Path, device: torch.device, load: Callable[..., DecoderWeights] = load_weights) -> _TinyModel:
@@ -228,7 +228,7 @@ def test_triton_ops_beside_float8_pages_ask_for_a_dtype(
 ) -> None:
     model = _load(checkpoint("llama"), device)
     shape = replace(model.shape, dtype="float8_e4m3fn", row_bytes=model.shape.head_dim)
-    store = TorchKvStore(shape, _NUM_BLOCKS, device=device)
+    store = TorchKvStore(shape, _NUM_BLOCKS, device=device, is_like_device=True)
     with pytest.raises(ValueError, match="dtype of the activations"):
         TritonOps(model.config, store)
     assert TritonOps(model.config, store, dtype=torch.bfloat16).tile_tokens == 128 // 3
