@@ -37,7 +37,7 @@ ADD_ROUTER = inference_pb2_grpc.add_InferenceServiceServicer_to_server
 RANDOM: dict[str, Any] = {"model": {"id": f"{RANDOM_PREFIX}tiny", "device": "cpu"}}
 ON_GPU: dict[str, Any] = {"model": {"engine": "torch", "device": "auto"}}
 COMPILED: dict[str, Any] = {"model": {"engine": "vllm", "kernels": "compile"}}
-THREE_RANKS: dict[str, Any] = {"pools": {"decode": {"tensor_parallel": 3}}}
+THREE_OF_DECODE: dict[str, Any] = {"pools": {"decode": {"tensor_parallel": 3}}}
 FOUR_THREADS: dict[str, Any] = {"pools": {"decode": {"threads": 4}}}
 THREE_RANKS: dict[str, Any] = {"pools": {"prefill": {"tensor_parallel": 3}, "decode": {"tensor_parallel": 2}}}
 
@@ -126,7 +126,7 @@ def test_healthy_host_has_only_good_findings() -> None:
         (COMPILED, {"compiler": None}, "compiled kernels", Health.FAILURE, "model.kernels: compile"),
         (RANDOM | FOUR_THREADS, {"num_cores": 1}, "cores", Health.WARNING, "lower pools.*.count"),
         (
-            RANDOM | THREE_RANKS,
+            RANDOM | THREE_OF_DECODE,
             {"num_cores": 3},
             "cores",
             Health.WARNING,

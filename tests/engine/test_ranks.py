@@ -268,7 +268,7 @@ def test_a_rank_that_is_killed_while_it_loads_fails_the_start_by_name(
 STARTS_A_RANK = """
 import os, subprocess, sys
 environment = {**os.environ, "KVRELAY_PARENT_PID": str(os.getpid())}
-rank = [sys.executable, "-P", "-m", "engine.ranks.start", "engine.ranks.follower", "0", "0"]
+rank = [sys.executable, "-P", "-m", "engine.ranks", "engine.ranks.follower", "0", "0"]
 with subprocess.Popen(rank, env=environment) as process:
     print(process.pid, flush=True)
     process.wait()
