@@ -54,6 +54,8 @@ class DiskMedium:
         self._folder = folder
         self._geometry = geometry
         self._files = files
+        self._spare: list[bytearray] = []
+        """Buffers of reads that have ended. Freed, they would go back to the system, which costs more than reading."""
 
     def scan(self) -> tuple[list[Slot], Counter[FaultKind]]:
         """Return the blocks that a predecessor left, the least recently used first, and what was dropped, by kind.
@@ -95,10 +97,17 @@ class DiskMedium:
 
     def read(self, slot: Slot, root: HashRoot) -> bytes:
         """See `Medium`."""
-        whole = bytearray(self._geometry.block_bytes + TAG_BYTES)
-        whole[-TAG_BYTES:] = slot.seal[NONCE_BYTES:]
-        read_whole(self._files, self._folder.blocks, memoryview(whole)[:-TAG_BYTES], self._geometry.offset(slot.number))
-        data = unseal(whole, slot.seal[:NONCE_BYTES], root=root, context=self._context(slot))
+        try:
+            whole = self._spare.pop()
+        except IndexError:
+            whole = bytearray(self._geometry.block_bytes + TAG_BYTES)
+        try:
+            sealed = memoryview(whole)[:-TAG_BYTES]
+            read_whole(self._files, self._folder.blocks, sealed, self._geometry.offset(slot.number))
+            whole[-TAG_BYTES:] = slot.seal[NONCE_BYTES:]
+            data = unseal(whole, slot.seal[:NONCE_BYTES], root=root, context=self._context(slot))
+        finally:
+            self._spare.append(whole)
         if data is None:
             raise TierFault(FaultKind.FLIPPED, f"slot {slot.number} in {self._folder.path} does not hold what was put")
         return data

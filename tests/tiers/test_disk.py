@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faulty_files import FaultyFiles, Killed, failing
 from kv_tiers.health import MAX_FAULTS_IN_A_ROW, RETRY_S, SLOW_S
 from kv_tiers.records import RECORD_BYTES
 from kv_tiers.tiers import Tiers
@@ -26,7 +27,6 @@ from tests.tiers.blocks import (
     readable,
     settings,
 )
-from tests.tiers.faulty_files import FaultyFiles, Killed, failing
 
 
 def folder_of(path: Path, n: int = 0) -> Path:

@@ -3,12 +3,12 @@
 import errno
 from pathlib import Path
 
+from benchmarks.faulty_files import FaultyFiles, failing
 from kv_tiers.health import RETRY_S
 from kv_tiers.records import RECORD_BYTES
 from kv_tiers.tiers import Tiers
 from tests.clock import ManualClock
 from tests.tiers.blocks import OTHER, ROOT, SLOT_BYTES, fill, held, on_disk, readable, settings
-from tests.tiers.faulty_files import FaultyFiles, failing
 
 
 def is_blank(path: Path, n: int, slot: int) -> bool:

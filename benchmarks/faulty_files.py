@@ -1,4 +1,4 @@
-"""Files that fail as told."""
+"""Files of the disk tier that fail as told: the seam of `tier_faults.py` and of tests."""
 
 import errno
 from collections.abc import Callable
@@ -20,15 +20,18 @@ class FaultyFiles(OsFiles):
         self._paths: dict[int, Path] = {}
 
     def open(self, path: Path) -> int:
+        """See `kv_tiers.files.Files`."""
         fd = super().open(path)
         self._paths[fd] = path
         return fd
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
+        """See `kv_tiers.files.Files`."""
         most = self.before_read(self._paths[fd])
         return super().read(fd, into[:most], offset)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
+        """See `kv_tiers.files.Files`."""
         most = self.before_write(self._paths[fd])
         return super().write(fd, data[:most], offset)
 
