@@ -4,19 +4,19 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
-from kv_tiers.files import OsFiles
+from kv_tiers.files import Files
 
 
 class Killed(BaseException):
     """The process ends here, as after SIGKILL: nothing of it runs any more."""
 
 
-class FaultyFiles(OsFiles):
-    """The system's files; `before_write` and `before_read` may raise, or say how many bytes are moved at most."""
+class FaultyFiles(Files):
+    """The system's files; `before_write` and `before_read` may raise, or say how many bytes are moved."""
 
     def __init__(self) -> None:
-        self.before_write: Callable[[Path], int | None] = lambda path: None
-        self.before_read: Callable[[Path], int | None] = lambda path: None
+        self.before_write: Callable[[Path, int], int | None] = lambda path, num_bytes: None
+        self.before_read: Callable[[Path, int], int | None] = lambda path, num_bytes: None
         self._paths: dict[int, Path] = {}
 
     def open(self, path: Path) -> int:
@@ -27,12 +27,12 @@ class FaultyFiles(OsFiles):
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
         """See `kv_tiers.files.Files`."""
-        most = self.before_read(self._paths[fd])
+        most = self.before_read(self._paths[fd], len(into))
         return super().read(fd, into[:most], offset)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         """See `kv_tiers.files.Files`."""
-        most = self.before_write(self._paths[fd])
+        most = self.before_write(self._paths[fd], len(data))
         return super().write(fd, data[:most], offset)
 
     def kill(self) -> None:
@@ -45,10 +45,10 @@ class FaultyFiles(OsFiles):
         self._paths.clear()
 
 
-def failing(code: int, *names: str) -> Callable[[Path], None]:
+def failing(code: int, *names: str) -> Callable[[Path, int], None]:
     """Return a hook that fails for files of these names, or for all."""
 
-    def fail(path: Path) -> None:
+    def fail(path: Path, num_bytes: int) -> None:
         if not names or path.name in names:
             raise OSError(code, "injected")
 

@@ -15,6 +15,7 @@ from kv_tiers import records
 from kv_tiers.faults import FaultKind, TierFault
 from kv_tiers.files import Files, fault_of, read_whole, write_whole
 from kv_tiers.folder import Folder, claim, remove_others, store_key, unused
+from kv_tiers.media import Medium
 from kv_tiers.records import EMPTY, FORMAT_VERSION, RECORD_BYTES, State
 from kv_tiers.slots import Slot
 
@@ -47,8 +48,8 @@ class Geometry:
         return number * _pages(self.block_bytes)
 
 
-class DiskMedium:
-    """Slots in a locked folder. See `kv_tiers.media.Medium`."""
+class DiskMedium(Medium):
+    """Slots in a locked folder."""
 
     def __init__(self, folder: Folder, geometry: Geometry, files: Files) -> None:
         self._folder = folder

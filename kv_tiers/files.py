@@ -1,10 +1,9 @@
-"""File operations of the disk tier, behind a seam where tests inject faults."""
+"""File operations of the disk tier: the seam where tests inject faults."""
 
 import errno
 import fcntl
 import os
 from pathlib import Path
-from typing import Protocol
 
 from kv_tiers.faults import FaultKind, TierFault
 
@@ -12,59 +11,19 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class Files(Protocol):
-    """What the disk tier asks of the system. Methods raise OSError; reads and writes may be short."""
+class Files:
+    """The system's files. Methods raise OSError; reads and writes may be short."""
 
     def open(self, path: Path) -> int:
         """Open or create a file of mode 0600 for reading and writing."""
-        ...
-
-    def close(self, fd: int) -> None:
-        """Close a file, and end its lock."""
-        ...
-
-    def lock(self, fd: int) -> bool:
-        """Lock a file for this opening of it; returns False where another one holds the lock. Ends with the process."""
-        ...
-
-    def is_at(self, fd: int, path: Path) -> bool:
-        """Return whether a path leads to an open file."""
-        ...
-
-    def size(self, fd: int) -> int:
-        """Return a file's bytes."""
-        ...
-
-    def resize(self, fd: int, size: int) -> None:
-        """Cut a file, or let it grow by a hole."""
-        ...
-
-    def read(self, fd: int, into: memoryview, offset: int) -> int:
-        """Read some bytes; returns how many, 0 at the end of the file."""
-        ...
-
-    def write(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write some bytes; returns how many."""
-        ...
-
-    def sync(self, fd: int) -> None:
-        """Wait until a file's bytes are on the device."""
-        ...
-
-
-class OsFiles:
-    """The system's own."""
-
-    def open(self, path: Path) -> int:
-        """See `Files`."""
         return os.open(path, _FLAGS, 0o600)
 
     def close(self, fd: int) -> None:
-        """See `Files`."""
+        """Close a file, and end its lock."""
         os.close(fd)
 
     def lock(self, fd: int) -> bool:
-        """See `Files`."""
+        """Lock a file for this opening of it; returns False where another one holds the lock. Ends with the process."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -72,30 +31,30 @@ class OsFiles:
         return True
 
     def is_at(self, fd: int, path: Path) -> bool:
-        """See `Files`."""
+        """Return whether a path leads to an open file."""
         try:
             return os.path.samestat(os.fstat(fd), path.lstat())
         except FileNotFoundError:
             return False
 
     def size(self, fd: int) -> int:
-        """See `Files`."""
+        """Return a file's bytes."""
         return os.fstat(fd).st_size
 
     def resize(self, fd: int, size: int) -> None:
-        """See `Files`."""
+        """Cut a file, or let it grow by a hole."""
         os.ftruncate(fd, size)
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
-        """See `Files`."""
+        """Read some bytes; returns how many, 0 at the end of the file."""
         return os.preadv(fd, [into], offset)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
-        """See `Files`."""
+        """Write some bytes; returns how many."""
         return os.pwrite(fd, data, offset)
 
     def sync(self, fd: int) -> None:
-        """See `Files`."""
+        """Wait until a file's bytes are on the device."""
         os.fdatasync(fd)
 
 
@@ -105,7 +64,7 @@ def read_whole(files: Files, fd: int, into: memoryview, offset: int) -> None:
         try:
             count = files.read(fd, into, offset)
         except OSError as error:
-            raise fault_of(error, "read") from error
+            raise TierFault(FaultKind.IO_ERROR, f"cannot read: {error.strerror or error}") from error
         if not count:
             raise TierFault(FaultKind.TRUNCATED, f"cannot read {len(into)} bytes at {offset}: the file ends before")
         into, offset = into[count:], offset + count

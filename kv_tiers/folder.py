@@ -64,7 +64,7 @@ class Folder:
 
     def check(self) -> None:
         """Raise TierFault when the files have been removed or replaced."""
-        if not (self._is_there("index") and self._is_there("blocks")):
+        if not all(map(self._is_there, _FILES)):
             raise TierFault(FaultKind.VANISHED, f"the files in {self.path} have been removed")
 
     def remove(self) -> None:

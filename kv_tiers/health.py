@@ -26,6 +26,8 @@ class Health:
         """Count how a read or write ended; returns whether the tier is to be turned off."""
         if fault is None:
             self._num_in_a_row = 0
+        elif fault.kind is FaultKind.FLIPPED:
+            pass  # costs its block alone: what lies beside it may be whole
         elif fault.kind is FaultKind.FULL:
             self._raise(f"the disk tier takes no more blocks: {fault}; free space, or make it smaller")
         else:

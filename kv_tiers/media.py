@@ -1,7 +1,7 @@
 """The medium of a tier: bytes of slots, by number. Host memory is here, a folder in `disk.py`."""
 
 import mmap
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import xxhash
 
@@ -10,39 +10,36 @@ from kv_tiers.faults import FaultKind, TierFault
 from kv_tiers.slots import Slot
 
 
-class Medium(Protocol):
+class Medium(ABC):
     """Reads and writes slots. Any thread, but one slot is either written by one thread or read by several."""
 
+    @abstractmethod
     def write(self, slot: Slot, root: HashRoot, data: memoryview) -> bytes:
         """Write a block and return its seal. Raises TierFault; the slot then holds nothing."""
-        ...
 
+    @abstractmethod
     def read(self, slot: Slot, root: HashRoot) -> bytes:
         """Return a copy of a block, equal to what was written. Raises TierFault."""
-        ...
 
-    def note_use(self, slot: Slot) -> None:
-        """Remember `slot.used` over a restart. Raises TierFault. Called for a slot that is pinned."""
-        ...
-
+    @abstractmethod
     def erase(self, slot: Slot) -> None:
         """Overwrite a block. Raises TierFault."""
-        ...
 
-    def sync(self) -> None:
-        """Wait until what was erased is erased on the device. Raises TierFault."""
-        ...
-
-    def remove(self) -> None:
-        """Remove everything, where something cannot be erased. Raises TierFault."""
-        ...
-
+    @abstractmethod
     def close(self) -> None:
         """Give back memory or files. Nothing else may be running."""
-        ...
+
+    def note_use(self, slot: Slot) -> None:  # noqa: B027  where nothing survives
+        """Remember `slot.used` over a restart. Raises TierFault. Called for a slot that is pinned."""
+
+    def sync(self) -> None:  # noqa: B027
+        """Wait until what was erased is erased on the device. Raises TierFault."""
+
+    def remove(self) -> None:  # noqa: B027
+        """Remove everything, where something cannot be erased. Raises TierFault."""
 
 
-class HostMedium:
+class HostMedium(Medium):
     """Memory of this process, outside of the interpreter's heap; it takes pages as slots are used first.
 
     Bytes are as they were put, as in the workers' own pages. A seal is XXH3 of 128 bits over them and the block's hash:
@@ -68,18 +65,9 @@ class HostMedium:
             raise TierFault(FaultKind.FLIPPED, "host memory returned other bytes than it was given")
         return data
 
-    def note_use(self, slot: Slot) -> None:
-        """See `Medium`: memory ends with its process."""
-
     def erase(self, slot: Slot) -> None:
         """See `Medium`."""
         self._at(slot)[:] = bytes(self._block_bytes)
-
-    def sync(self) -> None:
-        """See `Medium`."""
-
-    def remove(self) -> None:
-        """See `Medium`: erasing memory does not fail."""
 
     def close(self) -> None:
         """See `Medium`."""

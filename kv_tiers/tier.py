@@ -210,16 +210,17 @@ class Tier:
             self._erase(slot)
 
     def _erase(self, slot: Slot) -> bool:
-        """Overwrite a slot and free it. Returns False when that failed: no block is put there any more."""
+        """Overwrite a slot, as far as the medium lets us, and free it. Returns whether it was overwritten."""
+        is_erased = True
         try:
             self._medium.erase(slot)
         except TierFault as fault:
+            is_erased = False
             if slot.is_forgotten:
                 self._remove(fault)
-            return False
         with self._lock:
             self.slots.free(slot)
-        return True
+        return is_erased
 
     def _sync(self) -> None:
         try:

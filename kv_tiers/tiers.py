@@ -20,7 +20,7 @@ from common.ids import BlockHash, HashRoot
 from common.trust.sealing import root_tag
 from kv_tiers import disk
 from kv_tiers.faults import TierFault
-from kv_tiers.files import Files, OsFiles
+from kv_tiers.files import Files
 from kv_tiers.health import Health
 from kv_tiers.media import HostMedium
 from kv_tiers.slots import Slots
@@ -77,13 +77,15 @@ class Tiers:
         self._geometry = disk.Geometry.of(
             disk_bytes=settings.disk_bytes, block_bytes=settings.block_bytes, fingerprint=settings.fingerprint
         )
+        self._num_held = 0
+        """Blocks that are in some tier."""
         self._changed: set[BlockHash] = set()
         """Blocks that are in some tier now and were in none at the last drain, or the other way round."""
 
     @classmethod
     def open(cls, settings: TierSettings, *, files: Files | None = None, clock: Clock | None = None) -> "Tiers":
         """Return the tiers, with the blocks that a predecessor left on disk. What cannot be used is an alarm."""
-        tiers = cls(settings, files=files or OsFiles(), clock=clock or SystemClock())
+        tiers = cls(settings, files=files or Files(), clock=clock or SystemClock())
         tiers._open_host()
         if settings.path is not None and settings.disk_bytes:
             tiers._open_disk(settings.path)
@@ -94,7 +96,7 @@ class Tiers:
             return self._holds(block_hash)
 
     def __len__(self) -> int:
-        return len(self.snapshot())
+        return self._num_held
 
     def put(self, block_hash: BlockHash, root: HashRoot, data: memoryview) -> None:
         """Keep a block in every tier; one that is there already is used. Raises ValueError for bytes of a wrong size.
@@ -178,8 +180,10 @@ class Tiers:
 
     def _flip(self, name: str, block_hash: BlockHash) -> None:
         """Note that a block has come to a tier, or left it. Under the lock."""
-        if not any(block_hash in tier.slots for other, tier in self._open.items() if other != name):
-            self._changed ^= {block_hash}
+        if any(block_hash in tier.slots for other, tier in self._open.items() if other != name):
+            return
+        self._num_held += 1 if self._holds(block_hash) else -1
+        self._changed ^= {block_hash}
 
     def _surroundings(self, name: str) -> Surroundings:
         return Surroundings(

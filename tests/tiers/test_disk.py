@@ -143,7 +143,7 @@ def test_process_killed_at_any_write_leaves_no_wrong_block(tmp_path: Path, num_w
     fill(tiers, 1, 2)
     left = [num_writes]
 
-    def kill_or_tear(path: Path) -> int:
+    def kill_or_tear(path: Path, num_bytes: int) -> int:
         if not left[0]:
             raise Killed
         left[0] -= 1
@@ -163,7 +163,7 @@ def test_process_killed_at_any_write_leaves_no_wrong_block(tmp_path: Path, num_w
 def test_short_reads_and_writes_go_on(tmp_path: Path) -> None:
     files = FaultyFiles()
     tiers = on_disk(tmp_path, files=files)
-    files.before_write = files.before_read = lambda path: 7
+    files.before_write = files.before_read = lambda path, num_bytes: 7
     fill(tiers, 1, 2)
     assert readable(tiers, [1, 2]) == {1, 2}
     tiers.close()
@@ -177,7 +177,7 @@ def test_full_disk_keeps_what_is_there_and_takes_blocks_again_later(tmp_path: Pa
     fill(tiers, 3)
     assert readable(tiers, range(9)) == {1, 2}
     assert "no more blocks" in tiers.stats().alarms[0] and dropped(tiers) == {"full": 1}
-    files.before_write = lambda path: None
+    files.before_write = lambda path, num_bytes: None
     fill(tiers, 4)
     assert readable(tiers, range(9)) == {2, 4}, "space that is allocated is used"
     clock.advance(RETRY_S)
@@ -203,7 +203,7 @@ def test_failing_disk_is_turned_off_and_found_again(tmp_path: Path, *, fail_writ
     assert dropped(tiers) == {"io_error": MAX_FAULTS_IN_A_ROW}
     fill(tiers, 50)
     assert len(tiers) == 0
-    files.before_write = files.before_read = lambda path: None
+    files.before_write = files.before_read = lambda path, num_bytes: None
     clock.advance(RETRY_S)
     fill(tiers, 50)
     assert readable(tiers, range(100)) >= {*range(MAX_FAULTS_IN_A_ROW, 2 * MAX_FAULTS_IN_A_ROW), 50}
@@ -216,7 +216,7 @@ def test_slow_disk_is_turned_off_too(tmp_path: Path) -> None:
     tiers = on_disk(tmp_path, 20, files, clock)
     fill(tiers, *range(20))
 
-    def wait(path: Path) -> None:
+    def wait(path: Path, num_bytes: int) -> None:
         clock.advance(2 * SLOW_S)
 
     files.before_read = wait

@@ -52,7 +52,7 @@ def test_blocks_forgotten_while_the_disk_was_off_do_not_come_back(tmp_path: Path
     assert "is off" in tiers.stats().alarms[0]
     files.before_read = failing(errno.EIO)
     tiers.forget(ROOT)
-    files.before_write = files.before_read = lambda path: None
+    files.before_write = files.before_read = lambda path, num_bytes: None
     clock.advance(RETRY_S)
     fill(tiers, 50)
     assert held(tiers) == {50}
@@ -67,7 +67,7 @@ def test_what_cannot_be_overwritten_is_removed_with_everything(tmp_path: Path) -
     files.before_write = failing(errno.EIO, "blocks")
     assert tiers.forget(ROOT) == 2
     assert "all were removed" in tiers.stats().alarms[0]
-    files.before_write = lambda path: None
+    files.before_write = lambda path, num_bytes: None
     clock.advance(RETRY_S)
     fill(tiers, 4)
     assert held(tiers) == {4}

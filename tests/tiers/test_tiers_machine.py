@@ -119,7 +119,7 @@ class TiersMachine(RuleBasedStateMachine):
     def kill_while_writing(self, number: int, num_writes: int, num_bytes: int) -> None:
         left = [num_writes]
 
-        def die(path: Path) -> int | None:
+        def die(path: Path, most: int) -> int | None:
             left[0] -= 1
             if left[0] < -1:
                 raise Killed
