@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ SLOT_BYTES = 4096
 ROOT = HashRoot(b"r" * 32)
 NUM_SLOTS = 64
 _HANG_S = 10.0
+_LONGEST_S = 7200.0
 _CHILD_BLOCK_BYTES = 1 << 18
 _CHILD_SLOTS = 32
 
@@ -402,6 +403,7 @@ class Kind:
 
 
 KINDS = (
+    Kind(kill_writers, 0.0004, at_least=2, num_slots=_CHILD_SLOTS, block_bytes=_CHILD_BLOCK_BYTES),  # takes longest
     Kind(flip_in_record, 0.35),
     Kind(flip_in_block, 0.25),
     Kind(swap_records, 0.1),
@@ -414,7 +416,6 @@ KINDS = (
     Kind(slow_disk, 0.01),
     Kind(vanished_folder, 0.001),
     Kind(two_writers, 0.003),
-    Kind(kill_writers, 0.0006, at_least=2, num_slots=_CHILD_SLOTS, block_bytes=_CHILD_BLOCK_BYTES),
 )
 
 
@@ -434,29 +435,36 @@ def run(kind: Kind, num_faults: int, *, seed: int, folder: Path) -> Outcome:
     return world.outcome
 
 
+def _begin() -> None:
+    logging.disable(logging.WARNING)  # alarms are what this is about
+    faulthandler.dump_traceback_later(_LONGEST_S, exit=True)  # a hang that never ends
+
+
 def main() -> None:
     """Inject all kinds, print the table and write the file."""
     parser = command_line("tier_faults", __doc__)
     parser.add_argument("--faults", type=int, default=1_000_000, help="faults of all kinds together")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="kinds at a time")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.write is not None:
         write_forever(args.write, args.seed)
-    logging.disable(logging.WARNING)  # alarms are what this is about
-    faulthandler.dump_traceback_later(3600, exit=True)  # a hang that never ends
     begun = time.perf_counter()
     table = Table("fault", "faults", "reads", "wrong", "lost", "hangs", "found")
     outcomes: dict[str, Outcome] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in KINDS:
-            name = kind.inject.__name__.replace("_", " ")
-            num_faults = max(kind.at_least, round(kind.share * args.faults))
-            outcomes[name] = run(kind, num_faults, seed=args.seed, folder=Path(folder))
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(args.jobs, initializer=_begin) as pool:
+        counts = (max(kind.at_least, round(kind.share * args.faults)) for kind in KINDS)
+        runs = [
+            pool.submit(run, kind, num_faults, seed=args.seed, folder=Path(folder))
+            for kind, num_faults in zip(KINDS, counts, strict=True)
+        ]
+        for kind, running in zip(KINDS, runs, strict=True):
+            outcomes[kind.inject.__name__.replace("_", " ")] = running.result()
     for name, outcome in (*outcomes.items(), ("all", total(outcomes.values()))):
-        counts = (outcome.faults, outcome.reads, outcome.wrong, outcome.lost, outcome.hangs)
+        cells = (outcome.faults, outcome.reads, outcome.wrong, outcome.lost, outcome.hangs)
         found = ", ".join(f"{kind} {count:,}" for kind, count in outcome.found.most_common())
-        table.add_row(name, *(f"{count:,}" for count in counts), found)
+        table.add_row(name, *(f"{count:,}" for count in cells), found)
     terminal().print(table)
     rows = {name: asdict(outcome) for name, outcome in outcomes.items()}
     took_s = time.perf_counter() - begun
