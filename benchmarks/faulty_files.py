@@ -35,6 +35,11 @@ class FaultyFiles(Files):
         most = self.before_write(self._paths[fd], len(data))
         return super().write(fd, data[:most], offset)
 
+    def remove(self, path: Path) -> None:
+        """See `kv_tiers.files.Files`."""
+        self.before_write(path, 0)
+        super().remove(path)
+
     def kill(self) -> None:
         """End all locks, as the kernel does."""
         for fd in self._paths:

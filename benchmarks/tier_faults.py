@@ -13,6 +13,7 @@ processes that write to one path.
 import argparse
 import errno
 import faulthandler
+import hashlib
 import logging
 import random
 import shutil
@@ -52,7 +53,7 @@ def hash_of(i: int) -> BlockHash:
 
 def data_of(i: int, num_bytes: int) -> bytes:
     """Return the bytes of block i."""
-    return random.Random(i).randbytes(32) * (num_bytes // 32)
+    return hashlib.blake2b(hash_of(i)).digest() * (num_bytes // 64)
 
 
 def _settings(path: Path, *, num_slots: int, block_bytes: int) -> TierSettings:

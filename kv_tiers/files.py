@@ -34,7 +34,7 @@ class Files:
         """Return whether a path leads to an open file."""
         try:
             return os.path.samestat(os.fstat(fd), path.lstat())
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def size(self, fd: int) -> int:
@@ -52,6 +52,10 @@ class Files:
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         """Write some bytes; returns how many."""
         return os.pwrite(fd, data, offset)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+        path.unlink(missing_ok=True)
 
     def sync(self, fd: int) -> None:
         """Wait until a file's bytes are on the device."""

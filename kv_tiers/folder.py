@@ -40,6 +40,7 @@ class Folder:
         """Make it where it is missing. Raises BlockingIOError where another process has locked it, and OSError."""
         self.path = path
         self._files = files
+        self._paths = {name: path / name for name in _FILES}
         self._fds: dict[str, int] = {}
         _make_private(path)
         try:
@@ -68,10 +69,11 @@ class Folder:
             raise TierFault(FaultKind.VANISHED, f"the files in {self.path} have been removed")
 
     def remove(self) -> None:
-        """Remove the files and the folder, while it is locked. Raises OSError where something cannot be removed."""
-        for name in _FILES:
-            (self.path / name).unlink(missing_ok=True)
-        self.path.rmdir()
+        """Remove the files and the folder, while it is locked. Raises OSError where a file cannot be removed."""
+        for path in self._paths.values():
+            self._files.remove(path)
+        with suppress(OSError):
+            self.path.rmdir()
 
     def close(self) -> None:
         """Close the files, the locked one last."""
@@ -81,13 +83,13 @@ class Folder:
                 self._files.close(fd)
 
     def _open(self, name: str) -> None:
-        path = self.path / name
+        path = self._paths[name]
         self._fds[name] = self._files.open(path)
         if not is_own(path):
             raise PermissionError(f"cannot use {path}: another user may write it; remove it")
 
     def _is_there(self, name: str) -> bool:
-        return self._files.is_at(self._fds[name], self.path / name)
+        return self._files.is_at(self._fds[name], self._paths[name])
 
 
 def claim(root: Path, key: bytes, files: Files) -> Folder:

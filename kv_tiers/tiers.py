@@ -72,6 +72,7 @@ class Tiers:
         self._host_alarm: str | None = None
         self._health = Health(clock)
         self._is_closed = False
+        self._is_opening = False
         self._to_forget: set[bytes] = set()
         """Root tags of blocks that may still be on a disk that is off."""
         self._geometry = disk.Geometry.of(
@@ -215,16 +216,23 @@ class Tiers:
                 self._health.turn_off(error)
             return
         tier = Tier(store.medium, Slots(self._geometry.num_slots), self._surroundings(DISK))
-        applied: set[bytes] = set()
-        while (late := self._to_forget - applied) or not self._install(tier, store, applied):
-            store.forget(late)
-            applied |= late
+        forgotten: set[bytes] = set()
+        while late := self._install(tier, store, forgotten):
+            try:
+                store.forget(late)
+            except TierFault as error:
+                tier.retire()
+                with self._lock:
+                    self._health.turn_off(error)
+                return
+            forgotten |= late
 
-    def _install(self, tier: Tier, store: "disk.Store", forgotten: set[bytes]) -> bool:
-        """Begin to use a tier; returns False when more blocks were to be forgotten meanwhile."""
+    def _install(self, tier: Tier, store: disk.Store, forgotten: set[bytes]) -> set[bytes]:
+        """Begin to use a tier, unless blocks of more roots were to be forgotten meanwhile, whose tags are returned."""
         with self._lock:
-            if self._to_forget - forgotten:
-                return False
+            late = self._to_forget - forgotten
+            if late:
+                return late
             tier.slots.restore(store.slots)
             self._tallies[DISK].dropped += store.dropped
             self._health.clear()
@@ -235,20 +243,25 @@ class Tiers:
             is_closed = self._is_closed
         if is_closed:
             tier.retire()
-        return True
+        return set()
 
     def _retry_disk(self) -> None:
         """Try again what failed a while ago: a disk that was off, or one that was full."""
         with self._lock:
             path = self._settings.path
-            if path is None or self._is_closed or not self._health.begin_retry():
+            is_busy = self._is_closed or self._is_opening
+            if path is None or is_busy or not self._health.begin_retry():
                 return
             tier = self._open.get(DISK)
             if tier is not None:
                 tier.slots.limit = tier.slots.num_slots
                 self._health.clear()
                 return
-        self._open_disk(path)
+            self._is_opening = True
+        try:
+            self._open_disk(path)
+        finally:
+            self._is_opening = False
 
     def _note_outcome(self, tier: Tier, fault: TierFault | None) -> None:
         """Turn the disk tier off when it is not worth asking. Its blocks stay where they are."""

@@ -2,8 +2,10 @@
 
 import errno
 import os
+import random
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,6 +238,60 @@ def test_vanished_folder_is_an_alarm_and_is_made_anew(tmp_path: Path) -> None:
     fill(tiers, 3)
     assert readable(tiers, range(9)) == {3} and tiers.stats().alarms == ()
     tiers.close()
+
+
+def test_folder_that_loses_its_lock_is_left_to_the_process_that_takes_it(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    fill(first, 1)
+    (folder_of(tmp_path) / "lock").unlink()
+    second = on_disk(tmp_path)
+    fill(first, 2)
+    assert len(first) == 0 and first.stats().alarms
+    fill(second, 3)
+    assert readable(second, range(9)) == {1, 3}
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("host", [0, 2])
+def test_threads_on_a_failing_disk_get_whole_blocks_or_none(tmp_path: Path, host: int) -> None:
+    files, clock = FaultyFiles(), ManualClock()
+    tiers = Tiers.open(settings(host=host, disk=6, path=tmp_path), files=files, clock=clock)
+    files.before_write = files.before_read = flaky(random.Random(host))
+
+    def work(seed: int) -> set[int]:
+        for step in range(300):
+            numbers = [(step * 7 + seed + i) % 11 + 1 for i in range(3)]
+            fill(tiers, *numbers)
+            tiers.touch([hash_of(i) for i in numbers])
+            readable(tiers, numbers)
+            if step % 40 == seed:
+                tiers.forget(ROOT)
+            clock.advance(1.0)
+        return set(numbers)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    files.before_write = files.before_read = lambda path, num_bytes: None
+    clock.advance(RETRY_S)
+    tiers.forget(ROOT)
+    fill(tiers, *range(50, 56))
+    assert readable(tiers, range(100)) == set(range(50, 56)), "no slot is lost"
+    tiers.drain_changes()
+    assert len(tiers) == len(tiers.snapshot()) == 6
+    tiers.close()
+
+
+def flaky(rng: random.Random) -> Callable[[Path, int], int | None]:
+    """Return a hook by which one call in ten fails, and one is short."""
+
+    def fail(path: Path, num_bytes: int) -> int | None:
+        draw = rng.random()
+        if draw < 0.1:
+            raise OSError(rng.choice([errno.EIO, errno.ENOSPC]), "injected")
+        return rng.randint(1, max(1, num_bytes)) if draw < 0.2 else None
+
+    return fail
 
 
 def test_nothing_can_be_read_at_rest_or_by_another_tenant(tmp_path: Path) -> None:

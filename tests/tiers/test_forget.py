@@ -1,6 +1,7 @@
 """A tenant's blocks on disk can be forgotten: overwritten, also where a process that has ended left them."""
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.faulty_files import FaultyFiles, failing
@@ -9,6 +10,18 @@ from kv_tiers.records import RECORD_BYTES
 from kv_tiers.tiers import Tiers
 from tests.clock import ManualClock
 from tests.tiers.blocks import OTHER, ROOT, SLOT_BYTES, fill, held, on_disk, readable, settings
+
+
+def fail_once_writing_blocks() -> Callable[[Path, int], None]:
+    """Return a hook by which the first write of a block fails."""
+    is_due = [True]
+
+    def fail(path: Path, num_bytes: int) -> None:
+        if is_due[0] and path.name == "blocks":
+            is_due[0] = False
+            raise OSError(errno.EIO, "injected")
+
+    return fail
 
 
 def is_blank(path: Path, n: int, slot: int) -> bool:
@@ -59,12 +72,29 @@ def test_blocks_forgotten_while_the_disk_was_off_do_not_come_back(tmp_path: Path
     tiers.close()
 
 
+def test_blocks_to_forget_that_resist_keep_the_disk_off_until_they_are_gone(tmp_path: Path) -> None:
+    files, clock = FaultyFiles(), ManualClock()
+    tiers = on_disk(tmp_path, files=files, clock=clock)
+    fill(tiers, 1)
+    files.before_write = failing(errno.EIO)
+    assert tiers.forget(ROOT) == 1
+    assert "remove them yourself" in tiers.stats().alarms[0]
+    clock.advance(RETRY_S)
+    fill(tiers, 2)
+    assert held(tiers) == set() and tiers.stats().alarms
+    files.before_write = lambda path, num_bytes: None
+    clock.advance(RETRY_S)
+    fill(tiers, 3)
+    assert held(tiers) == {3} and tiers.stats().alarms == ()
+    tiers.close()
+
+
 def test_what_cannot_be_overwritten_is_removed_with_everything(tmp_path: Path) -> None:
     files, clock = FaultyFiles(), ManualClock()
     tiers = on_disk(tmp_path, files=files, clock=clock)
     fill(tiers, 1, 2)
     fill(tiers, 3, root=OTHER)
-    files.before_write = failing(errno.EIO, "blocks")
+    files.before_write = fail_once_writing_blocks()
     assert tiers.forget(ROOT) == 2
     assert "all were removed" in tiers.stats().alarms[0]
     files.before_write = lambda path, num_bytes: None
