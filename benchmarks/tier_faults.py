@@ -15,6 +15,7 @@ import errno
 import faulthandler
 import hashlib
 import logging
+import os
 import random
 import shutil
 import subprocess
@@ -370,11 +371,12 @@ def kill_writers(world: World) -> None:
 
 
 def write_forever(path: Path, seed: int) -> None:
-    """Put blocks until the process is killed; says on standard output when it begins."""
+    """Put blocks until the process is killed, or its parent has ended; says on standard output when it begins."""
+    parent = os.getppid()
     tiers = Tiers.open(_settings(path, num_slots=_CHILD_SLOTS, block_bytes=_CHILD_BLOCK_BYTES))
     print("w", end="", flush=True)
     i = seed << 20
-    while True:
+    while os.getppid() == parent:
         i += 1
         tiers.put(hash_of(i), ROOT, memoryview(data_of(i, _CHILD_BLOCK_BYTES)))
 
@@ -451,6 +453,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.write is not None:
         write_forever(args.write, args.seed)
+        return
     begun = time.perf_counter()
     table = Table("fault", "faults", "reads", "wrong", "lost", "hangs", "found")
     outcomes: dict[str, Outcome] = {}
