@@ -32,7 +32,7 @@ class PullSource:
     num_blocks: int
     """Leading blocks to pull."""
     num_in_pages: int
-    """Leading blocks in its pages; it reads further ones from its tiers first."""
+    """Leading blocks in its pages; it reads further ones from its tiers first, to have them all in pages."""
     load: ProjectedLoad | None = None
     """Its load, as far as it is known."""
 
@@ -113,7 +113,7 @@ def _compute_with(
         if source.worker_id == worker.worker_id or usable < own.num_blocks + MIN_PULLED_BLOCKS:
             continue
         pulling_s = timing.pull_s(source.worker_id, (usable - own.num_blocks) * fleet.block_bytes)
-        reading_s, num_read = own_s, usable - max(source.num_in_pages, own.num_blocks)
+        reading_s, num_read = own_s, usable - source.num_in_pages
         if num_read > 0:
             reading_s += source.read_s(num_read * fleet.block_bytes, request.now_s)
         if num_cached_tokens != usable * request.block_size:  # the next source often holds as much
