@@ -14,7 +14,7 @@ from cli.options import options_from_dataclasses, positive_numbers
 
 if TYPE_CHECKING:
     from measure.experiment.replay import Replay
-    from measure.experiment.spec import SimulateSpec
+    from measure.experiment.spec import SimulateSpec, TierSpec
 
 _STEP_TOKENS_DISAGGREGATED = 8192
 _STEP_TOKENS_AGGREGATED = 512
@@ -66,6 +66,11 @@ class ClusterOptions:
         _cluster("--timing", metavar="FILE", help="Timings fitted on real workers, in place of --model and --device."),
     ] = None
 
+    tiers: Annotated[
+        str,
+        _cluster("--tiers", metavar="GIB@GB/S,…", help="Tiers of a worker: their sizes, and rates of reads."),
+    ] = ""
+
     def pools(self) -> tuple[int, int]:
         """Return the sizes of the prefill and the decode pool. Raises CliError."""
         from measure.simulate.records import ClusterShape
@@ -99,6 +104,7 @@ class ClusterOptions:
             model=self.model,
             device=self.device,
             timing=self.timing,
+            tiers=tuple(map(_tier, filter(None, self.tiers.split(",")))),
             report_interval_s=signals.report_interval,
             event_lag_s=signals.event_lag,
         )
@@ -214,6 +220,16 @@ def _replay(replay: ReplayOptions, workers: ClusterOptions, signals: SignalOptio
         simulate=workers.simulated(signals),
         seed=runs.seed,
     )
+
+
+def _tier(text: str) -> "TierSpec":
+    from measure.experiment.spec import TierSpec
+
+    gib, _, gb_per_s = text.partition("@")
+    try:
+        return TierSpec(gib=float(gib), gb_per_s=float(gb_per_s))
+    except ValueError:
+        raise CliError(f"--tiers: {text!r} is not GiB@GB/s, such as 512@20") from None
 
 
 def _policies(text: str) -> tuple[str, ...]:

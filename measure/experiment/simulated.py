@@ -29,7 +29,7 @@ from measure.load.window import NothingMeasured, Window, find_window
 from measure.simulate.cluster import run
 from measure.simulate.executor import sim_shape
 from measure.simulate.planners import planning_by
-from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings
+from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings, TierShape
 from measure.simulate.roofline import Hardware, UnknownHardware
 from measure.simulate.routers import routers_of
 from measure.simulate.store import write_json, write_requests
@@ -219,6 +219,8 @@ def simulation_of(plan: ArmPlan, spec: ExperimentSpec) -> tuple[ClusterShape, Si
     except (TimingFileError, OSError) as error:
         raise ExperimentError(str(error)) from error
     block_bytes = decode.block_size * kv.bytes_per_token
+    if simulate.tiers and kv.windows is not None:
+        raise ExperimentError("simulate.tiers: a model with windows, or with states, has no simulated tiers")
     shape = ClusterShape(
         num_prefill=arm.num_prefill,
         num_decode=arm.num_decode,
@@ -227,6 +229,9 @@ def simulation_of(plan: ArmPlan, spec: ExperimentSpec) -> tuple[ClusterShape, Si
         block_size=decode.block_size,
         block_bytes=block_bytes,
         windows=kv.windows,
+        tiers=tuple(
+            TierShape(num_blocks=tier.blocks(block_bytes), bytes_per_s=tier.gb_per_s * 1e9) for tier in simulate.tiers
+        ),
         max_step_tokens=first.max_step_tokens,
         decode_step_tokens=decode.max_step_tokens,
         max_running=decode.max_running,

@@ -169,6 +169,27 @@ class SimulatedArm(_Section):
         return name
 
 
+class TierSpec(_Section):
+    """A tier of each simulated worker."""
+
+    gib: PositiveFloat | None = None
+    """Its size in GiB."""
+    num_blocks: Annotated[int, Field(ge=1)] | None = None
+    """Its size in blocks, in place of `gib`."""
+    gb_per_s: PositiveFloat
+    """Rate at which blocks are read from it, in 10⁹ bytes per second."""
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> "TierSpec":
+        if (self.gib is None) == (self.num_blocks is None):
+            raise ValueError("a tier has gib or num_blocks")
+        return self
+
+    def blocks(self, block_bytes: int) -> int:
+        """Return how many blocks it holds."""
+        return self.num_blocks or int((self.gib or 0.0) * 2**30) // block_bytes
+
+
 class SimulateSpec(_Section):
     """Differences under a virtual clock, for `--simulate`. Unset keys are as in the experiment itself."""
 
@@ -190,6 +211,8 @@ class SimulateSpec(_Section):
     """Minimum time between two reports of a worker's load and KV events."""
     event_lag_s: Annotated[float, Field(ge=0)] = 0.02
     """Extra latency of reports over other messages."""
+    tiers: tuple[TierSpec, ...] = ()
+    """Tiers of each worker, the first one first."""
     serving: dict[str, Any] = {}
     """Dotted keys of serving.yaml, and their values."""
 

@@ -164,7 +164,7 @@ class SimCluster:
             answers=self._answers,
         )
         pace = settings.prefill if endpoint.role == worker_pb2.WORKER_ROLE_PREFILL else settings.decode
-        return SimWorker(endpoint, self._surroundings, executor, pace)
+        return SimWorker(endpoint, self._surroundings, executor, pace, tiers=shape.tiers)
 
     def _router(self, number: int) -> RouterParts:
         router = build_router(

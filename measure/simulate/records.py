@@ -58,6 +58,16 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierShape:
+    """A tier of each worker."""
+
+    num_blocks: int
+    """Most blocks in it."""
+    bytes_per_s: float
+    """Rate at which blocks are read into pages; writing takes no time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterShape:
     """Workers, their pages and their limits."""
 
@@ -74,6 +84,8 @@ class ClusterShape:
     """KV of one page. Default: a 70B model with 8 KV heads of 128, 80 layers, 2 bytes."""
     windows: WindowPageSize | None = None
     """Pages beside those of blocks, of layers with a window or of recurrent ones; None: no layer has any."""
+    tiers: tuple[TierShape, ...] = ()
+    """Tiers of each worker, the first one first; models with windows have none."""
     max_step_tokens: int = 8192
     decode_step_tokens: int | None = None
     """Step budget of decode workers, aggregated ones included; None: `max_step_tokens`."""

@@ -1,7 +1,7 @@
 """A simulated worker process: the real runtime and services on a simulated engine and network."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -20,10 +20,13 @@ from engine.core import EngineCore
 from engine.events import StepSample
 from engine.executor import Executor
 from engine.thread import EngineDriver, EngineSetup
+from kv_tiers.tiers import Tiers
 from kvrelay.v1 import kv_transfer_pb2, worker_pb2
 from measure.simulate.engine import SimEngine
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.network import SimNetwork, SimServer
+from measure.simulate.records import TierShape
+from measure.simulate.tiers import SimTierBlocks, SimWorkerTiers
 from measure.simulate.timing import WorkerSpeed
 from measure.simulate.tokens import TokenLog
 from router.fleet.facts import WorkerEndpoint
@@ -31,6 +34,7 @@ from worker.environment import Environment
 from worker.runtime import ServedPorts, WorkerRuntime
 from worker.serving import common_services
 from worker.timing import WorkerTiming
+from worker.worker_tiers import WorkerTiers
 
 ROLES = {Pool.PREFILL: worker_pb2.WORKER_ROLE_PREFILL, Pool.DECODE: worker_pb2.WORKER_ROLE_DECODE}
 POOLS = {role: pool for pool, role in ROLES.items()}
@@ -67,6 +71,29 @@ class _GivenTiming(WorkerTiming):
     def observe_pull(self, peer: WorkerId, transport: int, num_bytes: int, seconds: float) -> None:
         """Learn nothing."""
 
+    def observe_tier_read(self, num_bytes: int, seconds: float) -> None:
+        """Learn: a model that is given tells nothing of tiers."""
+        if self._tier_read.add(num_bytes, seconds, now_s=self._clock.monotonic()):
+            self.model = replace(self.model, tier_read=self._tier_read.model)
+            self.version += 1
+
+
+class _SimRuntime(WorkerRuntime):
+    """A runtime whose tiers take virtual time."""
+
+    def _with_tiers(self, tiers: Tiers) -> WorkerTiers:
+        lives = self.engine.core.report_published()
+        assert isinstance(tiers, SimTierBlocks)
+        assert lives is not None, "models with windows have no tiers"
+        return SimWorkerTiers(
+            tiers,
+            store=self.executor.kv,
+            lives=lives,
+            clock=self.clock,
+            on_changes=self.hub.publish,
+            on_read=lambda num_bytes, seconds: self.timing.observe_tier_read(num_bytes, seconds),
+        )
+
 
 class SimWorker:
     """One life of a worker process. Event loop only."""
@@ -78,13 +105,15 @@ class SimWorker:
         executor: Executor,
         pace: WorkerSpeed,
         *,
+        tiers: Sequence[TierShape] = (),
         make_engine: Callable[..., SimEngine] = SimEngine,
     ) -> None:
         self.endpoint = endpoint
         self._make_engine = make_engine
         self._surroundings = surroundings
         self._times = pace.times
-        self.runtime = WorkerRuntime(
+        self._tiers = tiers
+        self.runtime = _SimRuntime(
             config=surroundings.config,
             role=endpoint.role,
             worker_id=endpoint.worker_id,
@@ -142,6 +171,7 @@ class SimWorker:
             connect=around.network.connect_from(self.endpoint.address),
             drive=self._drive,
             check_pull=allow_any,
+            tiers=cast("Tiers", SimTierBlocks(self._tiers)) if self._tiers else None,
         )
 
     def _drive(self, executor: Executor, setup: EngineSetup) -> EngineDriver:

@@ -86,6 +86,7 @@ def test_simulate_with_a_timing_file_takes_times_and_step_budget_from_it(run: Ru
         (("-w", "many"), "--workers: 'many' names no workers; say 4P4D"),
         (("-m", "gpt"), "--model: 'gpt' is not known; say one of llama-70b"),
         (("--device", "abacus"), "--device: 'abacus' is not known; say one of h100"),
+        (("--tiers", "512@fast"), "--tiers: '512@fast' is not GiB@GB/s, such as 512@20"),
         (("--block-size", "96"), "pages of 96 tokens do not divide"),
         (("-t", "none.jsonl"), "none.jsonl: No such file or directory"),
         (("--timing", SMALL), "small.jsonl: "),

@@ -1,6 +1,7 @@
 """A trace under policies, as the experiment that `kvrelay simulate` runs."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,9 +9,10 @@ from common.config import parse_config
 from measure.experiment.replay import Replay
 from measure.experiment.runner import ResultKeeper
 from measure.experiment.search import measure, measure_side_by_side
-from measure.experiment.simulated import SimulatedBench
+from measure.experiment.simulated import SimulatedBench, simulation_of
 from measure.experiment.spec import ExperimentError, SimulateSpec
 from measure.experiment.store import Store
+from measure.simulate.records import TierShape
 from measure.simulate.store import read_requests
 
 SMALL = Path(__file__).parents[2] / "data" / "small.jsonl"
@@ -18,7 +20,7 @@ NUM_REQUESTS = 20
 
 
 def make_replay(
-    *policies: str, num_requests: int = NUM_REQUESTS, speeds: tuple[float, ...] = (1.0,), **simulate: float
+    *policies: str, num_requests: int = NUM_REQUESTS, speeds: tuple[float, ...] = (1.0,), **simulate: Any
 ) -> Replay:
     """Return a replay on 1P2D; extra arguments are keys of `simulate`, and `block_size` and `num_blocks` of pools."""
     pool = {"block_size": simulate.pop("block_size", 512), "num_blocks": simulate.pop("num_blocks", 400)}
@@ -77,6 +79,23 @@ def test_pages_that_do_not_divide_the_traces_blocks_are_refused() -> None:
 def test_worker_that_is_too_small_for_a_request_is_refused() -> None:
     with pytest.raises(ExperimentError, match="a decode worker has 3 pages of 512"):
         make_replay(num_blocks=3).experiment()
+
+
+def test_tiers_have_one_size_in_bytes_or_blocks_and_serve_a_replay(tmp_path: Path) -> None:
+    tiers = [{"gib": 1.0, "gb_per_s": 50.0}, {"num_blocks": 7, "gb_per_s": 0.5}]
+    replay = make_replay("predictive", tiers=tiers)
+    experiment = replay.experiment()
+    shape, _settings = simulation_of(experiment.arms.plans[0], experiment.spec)
+    assert shape.tiers == (
+        TierShape(num_blocks=2**30 // shape.block_bytes, bytes_per_s=50e9),
+        TierShape(num_blocks=7, bytes_per_s=0.5e9),
+    )
+    run(replay, tmp_path)
+    (point,) = Store(tmp_path).points()
+    assert point.overall.num_complete == NUM_REQUESTS
+    for wrong in ({"gb_per_s": 1.0}, tiers[0] | tiers[1]):
+        with pytest.raises(ValueError, match="a tier has gib or num_blocks"):
+            make_replay(tiers=[wrong])
 
 
 def test_settings_are_told_by_content_of_files() -> None:
