@@ -105,6 +105,11 @@ class RuntimeCollector(Collector):
         )
         missed.add_metric(labels, tiers.num_missed)
         yield missed
+        alarms = GaugeMetricFamily(
+            "kvrelay_tier_alarms", "What is wrong with tiers now, as a number of alarms", labels=["worker", "role"]
+        )
+        alarms.add_metric(labels, len(tiers.alarms))
+        yield alarms
         blocks = CounterMetricFamily(
             "kvrelay_tier_events", "What happened to blocks of a tier", labels=["worker", "role", "tier", "event"]
         )

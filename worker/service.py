@@ -178,4 +178,9 @@ def _device_report(floors: StepFloors | None) -> pb.DeviceReport | None:
 
 def load_report(runtime: WorkerRuntime) -> pb.LoadReport:
     """Return a worker's load as it is reported to routers."""
-    return message_of(pb.LoadReport, runtime.load, prefill_backlog_s=runtime.backlog_s())
+    return message_of(
+        pb.LoadReport,
+        runtime.load,
+        prefill_backlog_s=runtime.backlog_s(),
+        tier_alarms=() if runtime.tiers is None else runtime.tiers.alarms,
+    )

@@ -78,6 +78,11 @@ class WorkerTiers:
         """Blocks and prompts that are not worked off."""
         return len(self._offered) + len(self._used) + self._is_writing
 
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """What is wrong with the tiers now, and what to do. Any thread."""
+        return self.tiers.stats().alarms
+
     def start(self) -> None:
         """Begin to write."""
         self._writing = asyncio.get_running_loop().create_task(self._write_forever(), name="tiers")

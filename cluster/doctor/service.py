@@ -46,10 +46,10 @@ async def check_service(
         return [failure("router", error.message, advice)]
     except KvrelayError as error:
         return [failure("router", f"{address}: {error.message}", "see `kvrelay logs router`")]
-    advice = "routing is worse than it could be: see docs/diagnosis.md, “Alarms”"
+    advice = "answers take longer than they could: see docs/diagnosis.md, “Alarms”"
     findings = [
         ok("router", f"{address} answers"),
-        *(warning("routing", each, advice) for each in status.router.alarms),
+        *(warning("alarm", each, advice) for each in status.router.alarms),
     ]
     findings += [] if config is None else _pools(status, config)
     if operator is None:

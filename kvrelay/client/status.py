@@ -123,6 +123,8 @@ class WorkerLoad:
     """Blocks in its tiers, those that are in pages, too, included."""
     max_tier_blocks: int = 0
     """The most blocks that its tiers hold; 0: it has none."""
+    tier_alarms: tuple[str, ...] = ()
+    """What is wrong with its tiers now, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

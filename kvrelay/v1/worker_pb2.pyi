@@ -464,6 +464,7 @@ class LoadReport(_message.Message):
     NUM_PROMISED_WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     NUM_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
+    TIER_ALARMS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the running batch."""
     num_waiting: _builtins.int
@@ -496,6 +497,10 @@ class LoadReport(_message.Message):
     """Blocks in the worker's tiers, those that are in pages, too, included."""
     max_tier_blocks: _builtins.int
     """The most blocks that its tiers hold; 0: it has none."""
+    @_builtins.property
+    def tier_alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is wrong with its tiers now, and what to do."""
+
     def __init__(
         self,
         *,
@@ -515,10 +520,11 @@ class LoadReport(_message.Message):
         num_promised_window_pages: _builtins.int = ...,
         num_tier_blocks: _builtins.int = ...,
         max_tier_blocks: _builtins.int = ...,
+        tier_alarms: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_free_slots", b"num_free_slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "max_tier_blocks", b"max_tier_blocks", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_promised_window_pages", b"num_promised_window_pages", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_tier_blocks", b"num_tier_blocks", "num_waiting", b"num_waiting", "num_window_pages", b"num_window_pages", "prefill_backlog_s", b"prefill_backlog_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "max_tier_blocks", b"max_tier_blocks", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_promised_window_pages", b"num_promised_window_pages", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_tier_blocks", b"num_tier_blocks", "num_waiting", b"num_waiting", "num_window_pages", b"num_window_pages", "prefill_backlog_s", b"prefill_backlog_s", "tier_alarms", b"tier_alarms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_free_slots: _TypeAlias = _typing.Literal["num_free_slots"]  # noqa: Y015
     _WhichOneofArgType__num_free_slots: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots"]  # noqa: Y015

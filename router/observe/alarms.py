@@ -1,4 +1,4 @@
-"""Alarms when routing by prefixes stops working; each names the problem and what to do.
+"""Alarms when routing by prefixes stops working, or tiers do; each names the problem and what to do.
 
 Problems that show nowhere else:
 
@@ -7,6 +7,7 @@ Problems that show nowhere else:
 - `no_updates`: a worker reported that it is busy and has been silent since.
 - `slow_worker`: a worker's steps take several times as long as those of its pool. It is given less work, by its own
   timing model, and its controller drains it when it stays slow; something is wrong with its host.
+- `tier`: a worker says that its tiers cannot be used, or take no more blocks.
 
 Alarms are raised and cleared with hysteresis, so that they do not flap; each change is logged once.
 """
@@ -51,6 +52,7 @@ class AlarmKind(enum.Enum):
     NO_KV_EVENTS = "no_kv_events"
     NO_UPDATES = "no_updates"
     SLOW_WORKER = "slow_worker"
+    TIER = "tier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,15 @@ def find_silent(members: Iterable[Member], *, now_s: float) -> str | None:
     )
 
 
+def find_tier_alarms(members: Iterable[Member]) -> str | None:
+    """Return what workers say of their tiers, the same text once; None when all is well."""
+    by_text: dict[str, list[WorkerId]] = {}
+    for member in members:
+        for text in member.report.tier_alarms if member.state is WorkerState.READY else ():
+            by_text.setdefault(text, []).append(member.endpoint.worker_id)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items()) or None
+
+
 class PaceWatch:
     """Finds workers whose steps take several times as long as those of the other workers of their pool.
 
@@ -255,6 +266,7 @@ class Alarms:
             AlarmKind.NO_KV_EVENTS: self._events.check(members, now_s=now_s),
             AlarmKind.NO_UPDATES: find_silent(members.values(), now_s=now_s),
             AlarmKind.SLOW_WORKER: self.pace.check(members.values()),
+            AlarmKind.TIER: find_tier_alarms(members.values()),
         }
         for kind, text in found.items():
             if text is not None and kind not in self._raised:

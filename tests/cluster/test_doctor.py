@@ -208,7 +208,9 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class Router(inference_pb2_grpc.InferenceServiceServicer):
-    """Lists its workers, in their states."""
+    """Lists its workers, in their states, and its alarms."""
+
+    alarms: tuple[str, ...] = ()
 
     def __init__(self, workers: dict[str, str], states: Mapping[str, str] = MappingProxyType({})) -> None:
         self._workers, self._states = workers, states
@@ -221,7 +223,8 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
             )
             for name, address in self._workers.items()
         ]
-        return inference_pb2.GetClusterStatusResponse(router=inference_pb2.RouterStatus(), workers=views)
+        router = inference_pb2.RouterStatus(alarms=self.alarms)
+        return inference_pb2.GetClusterStatusResponse(router=router, workers=views)
 
 
 @pytest.fixture(autouse=True)
@@ -319,6 +322,15 @@ async def test_closed_port_of_a_worker_is_a_failure_that_names_the_port() -> Non
     assert found["decode-0"].verdict is Health.FAILURE
     assert f"open port {port}" in found["decode-0"].advice
     assert found["prefill pool"].verdict is Health.WARNING, "decode workers can compute prompts themselves"
+
+
+async def test_alarms_of_a_router_are_shown() -> None:
+    router = Router({})  # type: ignore[abstract]
+    router.alarms = ("tier: prefill-0: the disk tier is off",)
+    async with serving(ADD_ROUTER, router) as address:
+        found = bad(await asked(address))
+    assert found["alarm"].verdict is Health.WARNING
+    assert "prefill-0: the disk tier is off" in found["alarm"].detail
 
 
 async def test_absent_router_is_one_failure() -> None:

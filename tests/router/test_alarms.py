@@ -72,6 +72,10 @@ class Router:
         report = worker_pb2.LoadReport(num_running=num_running)
         self.members[P0].take_report(report, now_s=self.clock.monotonic())
 
+    def hear_tier_alarms(self, *alarms: str, worker_id: WorkerId) -> None:
+        report = worker_pb2.LoadReport(tier_alarms=alarms)
+        self.members[worker_id].take_report(report, now_s=self.clock.monotonic())
+
     def standing(self) -> list[str]:
         self.alarms.check()
         kinds = [text.split(":")[0] for text in self.alarms.texts]
@@ -303,3 +307,17 @@ def test_controller_is_told_how_slow_each_measured_worker_is() -> None:
     assert list(watch.slow) == ["d1"]
     watch.check([])
     assert not watch.slow
+
+
+# ── tiers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_workers_whose_tiers_have_trouble_are_named_until_they_have_none() -> None:
+    router = Router()
+    for worker_id in (P0, P1):
+        router.hear_tier_alarms("the disk is full", worker_id=worker_id)
+    assert router.standing() == ["tier"]
+    assert router.alarms.texts == ("tier: p0, p1: the disk is full",)
+    router.hear_tier_alarms(worker_id=P1)
+    router.members[P0].state = WorkerState.LOST
+    assert router.standing() == []

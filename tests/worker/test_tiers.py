@@ -18,6 +18,7 @@ from tests.builders import BLOCK_SIZE, make_request
 from tests.worker.cluster import Pool, make_runtime, running_pool, until_empty, watched
 from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt, where
 from worker.prefix_pull import PullOutcome
+from worker.service import WorkerService
 from worker.serving import RunningWorker
 from worker.worker_tiers import WorkerTiers
 
@@ -72,6 +73,11 @@ def held_writes(worker_tiers: WorkerTiers) -> Iterator[None]:
         yield
     finally:
         may_go.set()
+
+
+def gauge(worker: RunningWorker, name: str) -> float | None:
+    """Return a metric of a prefill worker."""
+    return worker.registry.get_sample_value(name, {"worker": worker.runtime.worker_id, "role": "prefill"})
 
 
 async def fill_pages(pool: Pool) -> None:
@@ -158,6 +164,19 @@ async def test_blocks_of_pages_given_away_before_their_turn_are_counted() -> Non
         await until_written(worker)
         assert tiers.num_missed > 0
         assert not any(block_hash in tiers.tiers for block_hash in prompt(1).block_hashes)
+
+
+async def test_worker_whose_tier_folder_cannot_be_used_serves_and_its_status_says_why(tmp_path: Path) -> None:
+    (taken := tmp_path / "taken").write_text("not a folder")
+    async with running_pool(workers(taken)) as pool:
+        answer = await pool.pair("prefill-0", "decode-0").generate(prompt(1))
+        assert answer.tokens
+        reporter = WorkerService(pool.workers["prefill-0"].runtime)
+        status = await reporter.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), None)  # type: ignore[arg-type]
+        (alarm,) = status.status.load.tier_alarms
+        assert "disk tier is off" in alarm
+        assert str(taken) in alarm
+        assert gauge(pool.workers["prefill-0"], "kvrelay_tier_alarms") == 1
 
 
 async def test_a_model_with_window_pages_refuses_tiers() -> None:
