@@ -16,6 +16,7 @@ from cli.doctor import doctor
 from cli.errors import ErrorReportingGroup
 from cli.experiment import experiment_app
 from cli.explain import explain
+from cli.forget import forget
 from cli.generate import generate
 from cli.logs import logs
 from cli.plan import plan
@@ -76,6 +77,7 @@ app.command(rich_help_panel=_CLUSTER)(why)
 app.command(rich_help_panel=_CLUSTER)(roofline)
 app.command(rich_help_panel=_CLUSTER)(logs)
 app.command(rich_help_panel=_CLUSTER)(doctor)
+app.command(rich_help_panel=_CLUSTER)(forget)
 app.command("fetch-model", rich_help_panel=_CLUSTER)(fetch_model)
 app.command(rich_help_panel=_CLUSTER)(quantize)
 app.command(rich_help_panel=_USE)(generate)

@@ -26,11 +26,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
 from common.errors import EngineFault, InvalidRequest, PromptTooLong, Refused
-from common.ids import RequestId
+from common.ids import HashRoot, RequestId
 from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
 from common.timing import TimingModel
@@ -40,6 +41,7 @@ from engine.kv_store import has_windows
 from engine.pages.block_pool import BlockPool
 from engine.pages.hot_prefixes import hot_prefixes
 from engine.pages.window_pages import WindowPages
+from engine.published import ForgottenPages
 from engine.request import EngineRequest
 from engine.sequence import Sequence, SequenceState
 from engine.steps.beam_groups import BeamGroups
@@ -231,6 +233,12 @@ class EngineCore:
             return None
         self.scheduler.pages.published = []
         return self.pool.lives
+
+    def forget(self, root: HashRoot) -> ForgottenPages:
+        """Drop the cached blocks of a root that nobody holds."""
+        forgotten = self.pool.forget(root)
+        has_requests = any(group.request.hash_root == root for group in self.groups.values())
+        return replace(forgotten, is_in_use=forgotten.is_in_use or has_requests)
 
     def change_limits(self, limits: SchedulerLimits) -> None:
         """Take the limits of another pool."""

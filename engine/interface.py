@@ -10,11 +10,13 @@ from typing import Protocol
 
 from common.block_hash import BlockHashes, PrefixTokens
 from common.errors import Refused
+from common.ids import HashRoot
 from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
 from common.timing import TimingModel
 from engine.events import EngineLoad
 from engine.kv_store import KvStore
+from engine.published import ForgottenPages
 from engine.request import EngineRequest
 from engine.steps.group import Group, Sink
 from engine.steps.landing import Landing, Pinned
@@ -160,6 +162,10 @@ class Engine(Protocol):
 
     def hot_prefixes(self, max_blocks: int) -> list[PrefixChain]:
         """Return the most valuable `max_blocks` blocks of the cache."""
+        ...
+
+    def forget(self, root: HashRoot) -> ForgottenPages:
+        """Drop the cached blocks of a root (`common.block_hash`) that nobody holds."""
         ...
 
     def change_limits(self, limits: SchedulerLimits) -> None:

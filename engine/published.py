@@ -11,6 +11,18 @@ from common.ids import BlockHash, BlockId, HashRoot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForgottenPages:
+    """What `Engine.forget` has done."""
+
+    num_blocks: int
+    """Blocks that were dropped."""
+    is_in_use: bool = False
+    """Whether requests or transfers hold blocks that may be among those to forget: these stay, and are cached after."""
+    obstacle: str = ""
+    """Why none could be dropped, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedBlock:
     """A block in its page."""
 

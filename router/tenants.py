@@ -42,7 +42,7 @@ class Tenant:
     shortened_max_tokens: int = 128
     """Longest answer of a request that SHORTEN concerns."""
     is_operator: bool = False
-    """Whether it may ask for the status of the whole cluster."""
+    """Whether it may ask for the status of the whole cluster, and let it forget cached blocks."""
     cache_salt: str = ""
     """Part of every block hash: equal exactly for tenants that share cached KV."""
 
@@ -85,7 +85,11 @@ def read_terms(
     )
 
 
-def read_salt(message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, *, tenant: Tenant) -> str:
+def read_salt(
+    message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest | inference_pb2.ForgetTenantRequest,
+    *,
+    tenant: Tenant,
+) -> str:
     """Return the salt of a request's blocks: its tenant's, and its own within that. Raises InvalidRequest."""
     own = message.cache_salt
     if len(own) > MAX_SALT_CHARS:

@@ -131,8 +131,14 @@ class PrefixPuller:
         self._tiers = tiers
         self._prefill_s = prefill_s
         """Predicts the seconds to compute some tokens behind some cached ones."""
+        self._roots: Counter[HashRoot] = Counter()
+        """Roots of running pulls."""
         self._running: dict[BlockHash, asyncio.Event] = {}
         """Ends of running pulls, by first missing block: a chain has only one such block in a cache."""
+
+    def is_fetching(self, root: HashRoot) -> bool:
+        """Whether blocks of a root, or of an unknown one, are on their way into pages."""
+        return self._roots[root] + self._roots[NO_ROOT] > 0
 
     @contextmanager
     def arrival(
@@ -242,9 +248,11 @@ class PrefixPuller:
             if refused is not None:
                 return PullOutcome.NO_ROOM
             ended = self._running[key] = asyncio.Event()
+            self._roots[root] += 1
             try:
                 return await fetch(landing)
             finally:
+                self._roots[root] -= 1
                 del self._running[key]
                 ended.set()
 

@@ -23,6 +23,7 @@ from common.tracing import NO_TRACER, Stages, tracing_call
 from common.wire_names import ROLE_NAMES
 from engine.events import EngineLoad, StepReport
 from engine.interface import Engine, ServedModel
+from engine.published import ForgottenPages
 from engine.request import EngineRequest
 from engine.steps.group import Group
 from engine.thread import EngineDriver, EngineSetup
@@ -318,6 +319,20 @@ class WorkerRuntime:
             self._share_timing()
         events = report.kv_events if self.tiers is None else self.tiers.take(report)
         self.hub.publish(events, report.accepted)
+
+    async def forget(self, root: HashRoot) -> worker_pb2.ForgetBlocksResponse:
+        """Drop the blocks of a root from pages and tiers, but for what requests and transfers use."""
+        is_in_use = self.prefixes.is_fetching(root)
+        pages: ForgottenPages = await self.engine.call(lambda core: core.forget(root))
+        troubles, num_in_tiers = [pages.obstacle], 0
+        if self.tiers is not None:  # after the pages: what waits to be written from one without its block never is
+            num_in_tiers = await self.tiers.forget(root)
+            troubles.append(self.tiers.obstacle)
+        if is_in_use or pages.is_in_use or self.prefixes.is_fetching(root):
+            troubles.append("requests or transfers use some of the blocks: run it again when they have ended")
+        return worker_pb2.ForgetBlocksResponse(
+            num_tier_blocks=num_in_tiers, num_page_blocks=pages.num_blocks, trouble="; ".join(filter(None, troubles))
+        )
 
     async def snapshot(self) -> KvEvents:
         """Return all blocks that the worker holds, in pages or in tiers."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import grpc
 
-from common.block_hash import hash_probe, hash_root
+from common.block_hash import ROOT_BYTES, hash_probe, hash_root
 from common.errors import InvalidRequest
+from common.ids import HashRoot
 from common.kv_events import KvEvents, encode_events
 from common.rpc import error_boundary
 from common.timing import timing_to_proto
@@ -141,6 +142,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def ProbePeer(self, request: pb.ProbePeerRequest, context: Context) -> pb.ProbePeerResponse:  # noqa: D102
         async with error_boundary(context, "ProbePeer"):
             return await self._probe.reach(request, layout_to_proto(self._runtime.executor.kv.shape))
+
+    async def ForgetBlocks(self, request: pb.ForgetBlocksRequest, context: Context) -> pb.ForgetBlocksResponse:  # noqa: D102
+        async with error_boundary(context, "ForgetBlocks"):
+            if len(request.hash_root) != ROOT_BYTES:
+                raise InvalidRequest(f"has {len(request.hash_root)} bytes, not {ROOT_BYTES}", field="hash_root")
+            return await self._runtime.forget(HashRoot(request.hash_root))
 
 
 def _steps_of_last(runtime: WorkerRuntime, window_s: float) -> pb.StepTotals:

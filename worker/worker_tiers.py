@@ -26,7 +26,7 @@ from engine.events import EngineLoad, StepReport
 from engine.kv_store import PIECE_BYTES, KvShape, KvStore
 from engine.published import PublishedBlock
 from engine.steps.landing import Landing
-from kv_tiers.tiers import Tiers, TierSettings
+from kv_tiers.tiers import DISK, Tiers, TierSettings
 from kv_transfer.transports.transport import to_end
 from worker.held_blocks import HeldBlocks
 
@@ -68,6 +68,8 @@ class WorkerTiers:
         self._used: deque[list[BlockHash]] = deque(maxlen=_MAX_USED)
         """Blocks of prompts that came since the last piece."""
         self._is_busy = self._is_writing = False
+        self._turn = asyncio.Lock()
+        """Held while a piece is written, and while blocks are forgotten."""
         self._woken = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
 
@@ -135,17 +137,37 @@ class WorkerTiers:
 
     async def _write_piece(self) -> None:
         num_most = max(1, PIECE_BYTES // self._store.shape.block_bytes)
-        used = [self._used.popleft() for _ in range(len(self._used))]
-        piece = [self._offered.popleft() for _ in range(min(num_most, len(self._offered)))]
-        self._is_writing = True
-        try:
-            num_missed = await to_end(self._work_off, used, piece)
-            self.num_missed += num_missed
-        finally:
-            self._is_writing = False
+        async with self._turn:
+            used = [self._used.popleft() for _ in range(len(self._used))]
+            piece = [self._offered.popleft() for _ in range(min(num_most, len(self._offered)))]
+            self._is_writing = True
+            try:
+                num_missed = await to_end(self._work_off, used, piece)
+                self.num_missed += num_missed
+            finally:
+                self._is_writing = False
+        self._tell_changes()
+
+    def _tell_changes(self) -> None:
         self._capacity = _capacity_of(self.tiers)
         if changes := self.tiers.drain_changes():
             self._on_changes(self._held.of_tiers(changes))
+
+    async def forget(self, root: HashRoot) -> int:
+        """Drop a tenant's blocks from all tiers and overwrite them on disk; returns how many there were.
+
+        What has left the pages before does not come in any more: the piece that is being written ends first.
+        """
+        async with self._turn:
+            num_blocks = await to_end(self.tiers.forget, root)
+        self._tell_changes()
+        return num_blocks
+
+    @property
+    def obstacle(self) -> str:
+        """Why the disk cannot be reached; empty: it can, or there is none."""
+        disk = self.tiers.stats().tiers.get(DISK)
+        return "; ".join(self.alarms) if disk is not None and not disk.capacity else ""
 
     def _work_off(self, used: Sequence[Sequence[BlockHash]], piece: Sequence[PublishedBlock]) -> int:
         """Copy blocks from their pages into the tiers; returns how many had gone. In a thread."""

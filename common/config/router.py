@@ -146,8 +146,8 @@ class TenantConfig(Section):
     shortened_max_tokens: Annotated[int, Field(ge=1)] = 128
     """With `overload: shorten`, longest answer in tokens to such a request."""
     operator: bool = False
-    """Its keys may ask for the status of the whole cluster. Commands on the host of the run folder need no key for
-    that."""
+    """Its keys may ask for the status of the whole cluster, and let it forget tenants' cached blocks. Commands on the
+    host of the run folder need no key for that."""
     share_cache: bool = False
     """Share cached prefixes and compiled grammars with the other tenants that set this. Otherwise neither cached tokens
     nor times reveal to a tenant what another has sent."""

@@ -39,7 +39,7 @@ _INSIDERS = frozenset({Role.ROUTER, Role.WORKER, Role.CONTROLLER, Role.OPERATOR}
 
 METHODS: Mapping[str, frozenset[Role]] = {
     # Tenants see their own requests, decisions and traffic; only operators among them may call
-    # GetClusterStatus and Diagnose.
+    # GetClusterStatus, Diagnose and ForgetTenant.
     **_methods(
         "InferenceService",
         Generate=_CLIENTS,
@@ -49,6 +49,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
         GetClusterStatus=_CLIENTS,
         Diagnose=_CLIENTS,
         Explain=_CLIENTS,
+        ForgetTenant=_CLIENTS,
         RecordTraffic=_CLIENTS,
     ),
     **_methods("DirectService", StreamTokens=_CLIENTS),
@@ -61,6 +62,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
         ProbePeer=_OPERATORS,
         SetRole=_CONTROLLER,
         RunTrial=_CONTROLLER,
+        ForgetBlocks=_ROUTERS,
     ),
     **_methods("PrefillService", Prefill=_ROUTERS),
     **_methods("DecodeService", DecodeMany=_ROUTERS),

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 from common.block_hash import BlockHashes
 from common.eviction import EvictionClass, EvictionOrder
-from common.ids import BlockHash, BlockId
+from common.ids import NO_ROOT, BlockHash, BlockId, HashRoot
 from common.kv_events import KvEvents
 from engine.device.memory import NoRoomForPages
 from engine.pages.window_pages import WindowPages
+from engine.published import ForgottenPages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ KEEP_BRIEFLY = Keeping(num_front=0, end=EvictionClass.BRIEF)
 
 
 class BlockPool:
-    """Pages 0 … num_blocks-1 of one worker. Every operation is O(blocks named). Engine thread only."""
+    """Pages 0 … num_blocks-1 of one worker. Every operation but `forget` is O(blocks named). Engine thread only."""
 
     def __init__(self, num_blocks: int, windows: WindowPages | None = None) -> None:
         """`windows`: pages of layers that see a window; None: no such layer has pages of its own.
@@ -58,6 +59,8 @@ class BlockPool:
         self._block_of: dict[BlockHash, BlockId] = {}
         self._parents = array("i", [-1]) * num_blocks
         """Page of the previous block, for each published page; -1 for the first block of a prompt."""
+        self._roots = [NO_ROOT] * num_blocks
+        """Root of each published block's hash, empty where it is not known; where it is, it is for the parents, too."""
         self._is_reused = bytearray(num_blocks)
         self.lives = array("Q", [0]) * num_blocks
         """Published blocks that each page has lost; grows before the page gets other content. Any thread may read."""
@@ -163,10 +166,13 @@ class BlockPool:
                 else:
                     self._cached.put(block_id, keeping.front if i < keeping.num_front else keeping.end)
 
-    def publish(self, block_id: BlockId, block_hash: BlockHash, *, behind: int | None) -> BlockId:
+    def publish(
+        self, block_id: BlockId, block_hash: BlockHash, *, behind: int | None, root: HashRoot = NO_ROOT
+    ) -> BlockId:
         """Make a full, held page reachable by its hash. Returns the published page: another one, if that came first.
 
-        `behind` is the published page of the previous block; None for the first block of a prompt.
+        `behind` is the published page of the previous block; None for the first block of a prompt. `root` is that of
+        the hash, if it is known.
         """
         assert self._ref_counts[block_id] > 0, f"block {block_id} is published without a holder"
         owner = self._block_of.get(block_hash)
@@ -177,7 +183,30 @@ class BlockPool:
         self._block_of[block_hash] = block_id
         self._parents[block_id] = -1 if behind is None else behind
         self._changes[block_hash] = True
+        self._learn_root(block_id, root)
         return block_id
+
+    def _learn_root(self, block_id: int, root: HashRoot) -> None:
+        """Note the root of a block that is being published, which is also that of all before it."""
+        parent = self._parents[block_id]
+        self._roots[block_id] = root = root or (self._roots[parent] if parent >= 0 else NO_ROOT)
+        while root and parent >= 0 and not self._roots[parent]:
+            self._roots[parent] = root
+            parent = self._parents[parent]
+
+    def forget(self, root: HashRoot) -> ForgottenPages:
+        """Drop the free cached blocks of a root, and those whose root is not known. O(num_blocks).
+
+        No block that stays loses its parent: the parents have its root, and are held where it is.
+        """
+        published = [block_id for block_id, block_hash in enumerate(self._hash_of) if block_hash is not None]
+        suspects = [block_id for block_id in published if self._roots[block_id] in (root, NO_ROOT)]
+        free = [block_id for block_id in suspects if self._ref_counts[block_id] == 0]
+        for block_id in free:
+            self._cached.remove(block_id)
+            self._unpublish(block_id)
+            self._discard(block_id)
+        return ForgottenPages(num_blocks=len(free), is_in_use=len(free) < len(suspects))
 
     # For engine/pages/hot_prefixes.py.
 
@@ -237,15 +266,18 @@ class BlockPool:
 
     def _evict(self) -> int:
         block_id = self._cached.evict()
+        self._unpublish(block_id)
+        if self.windows is not None:
+            self.windows.drop(block_id)
+        return block_id
+
+    def _unpublish(self, block_id: int) -> None:
         block_hash = self._hash_of[block_id]
         assert block_hash is not None, f"block {block_id} is cached without a hash"
         self.lives[block_id] += 1
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
         self._changes[block_hash] = False
-        if self.windows is not None:
-            self.windows.drop(block_id)
-        return block_id
 
     def _discard(self, block_id: int) -> None:
         self._empty.append(block_id)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from common.eviction import num_admitted
-from common.ids import NO_ROOT, BlockHash, BlockId, HashRoot
+from common.ids import BlockHash, BlockId, HashRoot
 from engine.executor import Branch
 from engine.pages.block_pool import KEEP_BRIEFLY, BlockPool, Keeping
 from engine.published import PublishedBlock
@@ -194,21 +194,23 @@ class Pages:
         # flight may also have filled a block with an unknown token, for which no hash exists.
         num_full = min(sequence.num_ready // self._block_size, len(sequence.block_hashes))
         is_kept = sequence.request.retention is Retention.KEEP
-        root = sequence.request.hash_root if is_kept else NO_ROOT
+        root = sequence.request.hash_root
         while sequence.num_published < num_full:
             i = sequence.num_published
-            self.publish_block(sequence, i, sequence.block_hashes[i], root)
+            self.publish_block(sequence, i, sequence.block_hashes[i], root, is_kept=is_kept)
             sequence.num_published += 1
 
-    def publish_block(self, owner: PageHolder, i: int, block_hash: BlockHash, root: HashRoot) -> None:
+    def publish_block(
+        self, owner: PageHolder, i: int, block_hash: BlockHash, root: HashRoot, *, is_kept: bool = True
+    ) -> None:
         """Publish block i of a table after its parent; an equal page that was published first replaces ours.
 
-        `root`: that of the hash; empty when it is not known, or when another worker keeps the block.
+        `root`: that of the hash; empty when it is not known. `is_kept`: False when another worker keeps the block.
         """
         block_table = owner.block_table
         own = BlockId(block_table[i])
-        published = self._pool.publish(own, block_hash, behind=block_table[i - 1] if i else None)
-        if self.published is not None and published == own and root:
+        published = self._pool.publish(own, block_hash, behind=block_table[i - 1] if i else None, root=root)
+        if self.published is not None and published == own and root and is_kept:
             life = self._pool.lives[own]
             self.published.append(PublishedBlock(block_id=own, life=life, block_hash=block_hash, root=root))
         if published != own:

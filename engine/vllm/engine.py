@@ -23,11 +23,13 @@ from typing import Any
 from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
 from common.errors import EngineFault, Refused
+from common.ids import HashRoot
 from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
 from common.timing import TimingModel
 from engine.events import EngineLoad, Failed, StepReport, TokenOutput
 from engine.pages.hot_prefixes import hot_prefixes
+from engine.published import ForgottenPages
 from engine.request import EngineRequest
 from engine.sequence import Sequence, SequenceState
 from engine.steps.group import Group, Sink
@@ -169,6 +171,11 @@ class VllmEngine:
 
     def report_published(self) -> None:
         """See `Engine`: vLLM's pages have no lives."""
+
+    def forget(self, root: HashRoot) -> ForgottenPages:
+        """See `Engine`: vLLM's cache is emptied as a whole or not at all."""
+        obstacle = "vLLM's engine keeps cached blocks until it needs their pages: restart this worker"
+        return ForgottenPages(num_blocks=0, obstacle=obstacle if self._observed.mirror.num_blocks else "")
 
     def change_limits(self, limits: SchedulerLimits) -> None:
         """See `Engine`; the most tokens and places of a step are vLLM's, for good."""

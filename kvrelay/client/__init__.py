@@ -74,6 +74,8 @@ from kvrelay.client.results import Embedding, Generation, ModelInfo, Sample, Tok
 from kvrelay.client.status import (
     ClusterStatus,
     DeviceReport,
+    Forgotten,
+    ForgottenWorker,
     HotPrefix,
     LinkRate,
     PlannerStatus,
@@ -120,6 +122,8 @@ __all__ = [
     "Finding",
     "FinishReason",
     "Forecast",
+    "Forgotten",
+    "ForgottenWorker",
     "GenerateOptions",
     "Generation",
     "GenerationStream",

@@ -17,7 +17,7 @@ from kvrelay.client.explanations import Decision, Diagnosis
 from kvrelay.client.failover import Attempts, ping_timeout_ms
 from kvrelay.client.requests import EmbedOptions, GenerateOptions, Prompt, embed_request, tokenize_request
 from kvrelay.client.results import Embedding, Generation, ModelInfo, Tokenization
-from kvrelay.client.status import ClusterStatus
+from kvrelay.client.status import ClusterStatus, Forgotten
 from kvrelay.client.streams import unless_closed
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import AsyncTrafficStream
@@ -91,6 +91,14 @@ class AsyncClient(BaseClient[AsyncGenerationStream, AsyncTrafficStream, Coroutin
         """Return what costs the answers of the last `window_s` time, by default 300; or that of one request."""
         request = inference_pb2.DiagnoseRequest(window_s=window_s, request_id=request_id or "")
         return record(Diagnosis, await self._unary(lambda stub: stub.Diagnose, request, timeout_s))
+
+    async def forget(self, tenant: str, *, cache_salt: str = "", timeout_s: float | None = None) -> Forgotten:
+        """Drop a tenant's cached blocks from every worker, of its requests with this salt; for operators.
+
+        What could not be forgotten is in the result.
+        """
+        request = inference_pb2.ForgetTenantRequest(tenant=tenant, cache_salt=cache_salt)
+        return record(Forgotten, await self._unary(lambda stub: stub.ForgetTenant, request, timeout_s))
 
     async def aclose(self) -> None:
         """Close the channels; running calls are cancelled."""

@@ -309,3 +309,24 @@ class ClusterStatus:
     workers: tuple[WorkerView, ...]
     planner: PlannerStatus | None = None
     """None without a controller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgottenWorker:
+    """What one worker has forgotten of a tenant."""
+
+    worker_id: str
+    num_tier_blocks: int
+    num_page_blocks: int
+    """Blocks that it dropped from its pages: also those of which it does not know the tenant."""
+    trouble: str
+    """Why blocks may still be there, and what to do; empty: none is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forgotten:
+    """What all workers have forgotten of a tenant."""
+
+    workers: tuple[ForgottenWorker, ...]
+    sharing_tenants: tuple[str, ...]
+    """Other tenants that share the forgotten blocks."""

@@ -15,7 +15,7 @@ from kvrelay.client.explanations import Decision, Diagnosis
 from kvrelay.client.failover import Attempts, ping_timeout_ms
 from kvrelay.client.requests import EmbedOptions, GenerateOptions, Prompt, embed_request, tokenize_request
 from kvrelay.client.results import Embedding, Generation, ModelInfo, Tokenization
-from kvrelay.client.status import ClusterStatus
+from kvrelay.client.status import ClusterStatus, Forgotten
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import TrafficStream
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
@@ -86,6 +86,14 @@ class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
         """Return what costs the answers of the last `window_s` time, by default 300; or that of one request."""
         request = inference_pb2.DiagnoseRequest(window_s=window_s, request_id=request_id or "")
         return record(Diagnosis, self._unary(lambda stub: stub.Diagnose, request, timeout_s))
+
+    def forget(self, tenant: str, *, cache_salt: str = "", timeout_s: float | None = None) -> Forgotten:
+        """Drop a tenant's cached blocks from every worker, of its requests with this salt; for operators.
+
+        What could not be forgotten is in the result.
+        """
+        request = inference_pb2.ForgetTenantRequest(tenant=tenant, cache_salt=cache_salt)
+        return record(Forgotten, self._unary(lambda stub: stub.ForgetTenant, request, timeout_s))
 
     def close(self) -> None:
         """Close the channels; running calls are cancelled."""

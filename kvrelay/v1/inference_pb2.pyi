@@ -2290,3 +2290,93 @@ class EmbedResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class ForgetTenantRequest(_message.Message):
+    """Whose blocks are to be forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Name of the tenant; "default" where the cluster has none."""
+    cache_salt: _builtins.str
+    """Only what belongs to requests with this GenerateRequest.cache_salt. Empty: only to those without one."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetTenantRequest: _TypeAlias = ForgetTenantRequest  # noqa: Y015
+
+@_typing.final
+class ForgottenWorker(_message.Message):
+    """What one worker has forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_PAGE_BLOCKS_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    num_tier_blocks: _builtins.int
+    """Blocks that were in its tiers, each once."""
+    num_page_blocks: _builtins.int
+    """Blocks that it dropped from its pages: also those of which it does not know the tenant."""
+    trouble: _builtins.str
+    """Why blocks may still be there, and what to do; empty: none is."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        num_tier_blocks: _builtins.int = ...,
+        num_page_blocks: _builtins.int = ...,
+        trouble: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_page_blocks", b"num_page_blocks", "num_tier_blocks", b"num_tier_blocks", "trouble", b"trouble", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgottenWorker: _TypeAlias = ForgottenWorker  # noqa: Y015
+
+@_typing.final
+class ForgetTenantResponse(_message.Message):
+    """What was forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    SHARING_TENANTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForgottenWorker]:
+        """Each worker of the cluster."""
+
+    @_builtins.property
+    def sharing_tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Other tenants that share the forgotten blocks (share_cache)."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___ForgottenWorker] | None = ...,
+        sharing_tenants: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sharing_tenants", b"sharing_tenants", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetTenantResponse: _TypeAlias = ForgetTenantResponse  # noqa: Y015

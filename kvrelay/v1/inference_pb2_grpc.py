@@ -65,6 +65,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.DiagnoseRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_inference__pb2.DiagnoseResponse.FromString,
                 _registered_method=True)
+        self.ForgetTenant = channel.unary_unary(
+                '/kvrelay.v1.InferenceService/ForgetTenant',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.ForgetTenantRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.ForgetTenantResponse.FromString,
+                _registered_method=True)
         self.RecordTraffic = channel.unary_stream(
                 '/kvrelay.v1.InferenceService/RecordTraffic',
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficRequest.SerializeToString,
@@ -123,6 +128,13 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetTenant(self, request, context):
+        """Drops a tenant's cached blocks from all workers, and overwrites those on disk; for operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RecordTraffic(self, request, context):
         """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content.
         """
@@ -169,6 +181,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Diagnose,
                     request_deserializer=kvrelay_dot_v1_dot_inference__pb2.DiagnoseRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_inference__pb2.DiagnoseResponse.SerializeToString,
+            ),
+            'ForgetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetTenant,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.ForgetTenantRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.ForgetTenantResponse.SerializeToString,
             ),
             'RecordTraffic': grpc.unary_stream_rpc_method_handler(
                     servicer.RecordTraffic,
@@ -344,6 +361,33 @@ class InferenceService(object):
             '/kvrelay.v1.InferenceService/Diagnose',
             kvrelay_dot_v1_dot_inference__pb2.DiagnoseRequest.SerializeToString,
             kvrelay_dot_v1_dot_inference__pb2.DiagnoseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.InferenceService/ForgetTenant',
+            kvrelay_dot_v1_dot_inference__pb2.ForgetTenantRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.ForgetTenantResponse.FromString,
             options,
             channel_credentials,
             insecure,

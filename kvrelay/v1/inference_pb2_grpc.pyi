@@ -45,6 +45,8 @@ class InferenceServiceStub:
     """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
     Diagnose: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DiagnoseRequest, _inference_pb2.DiagnoseResponse]
     """Tells what costs the answers of the last minutes time, and which changes would help; for operators."""
+    ForgetTenant: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ForgetTenantRequest, _inference_pb2.ForgetTenantResponse]
+    """Drops a tenant's cached blocks from all workers, and overwrites those on disk; for operators."""
     RecordTraffic: _grpc.UnaryStreamMultiCallable[_inference_pb2.RecordTrafficRequest, _inference_pb2.RecordTrafficResponse]
     """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
@@ -67,6 +69,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
     Diagnose: _aio.UnaryUnaryMultiCallable[_inference_pb2.DiagnoseRequest, _inference_pb2.DiagnoseResponse]  # type: ignore[assignment]
     """Tells what costs the answers of the last minutes time, and which changes would help; for operators."""
+    ForgetTenant: _aio.UnaryUnaryMultiCallable[_inference_pb2.ForgetTenantRequest, _inference_pb2.ForgetTenantResponse]  # type: ignore[assignment]
+    """Drops a tenant's cached blocks from all workers, and overwrites those on disk; for operators."""
     RecordTraffic: _aio.UnaryStreamMultiCallable[_inference_pb2.RecordTrafficRequest, _inference_pb2.RecordTrafficResponse]  # type: ignore[assignment]
     """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
@@ -122,6 +126,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DiagnoseResponse, _abc.Awaitable[_inference_pb2.DiagnoseResponse]]:
         """Tells what costs the answers of the last minutes time, and which changes would help; for operators."""
+
+    @_abc_1.abstractmethod
+    def ForgetTenant(
+        self,
+        request: _inference_pb2.ForgetTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ForgetTenantResponse, _abc.Awaitable[_inference_pb2.ForgetTenantResponse]]:
+        """Drops a tenant's cached blocks from all workers, and overwrites those on disk; for operators."""
 
     @_abc_1.abstractmethod
     def RecordTraffic(

@@ -1146,3 +1146,55 @@ class RunTrialResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunTrialResponse: _TypeAlias = RunTrialResponse  # noqa: Y015
+
+@_typing.final
+class ForgetBlocksRequest(_message.Message):
+    """Whose blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_ROOT_FIELD_NUMBER: _builtins.int
+    hash_root: _builtins.bytes
+    """Root of the hashes of the blocks."""
+    def __init__(
+        self,
+        *,
+        hash_root: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash_root", b"hash_root"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetBlocksRequest: _TypeAlias = ForgetBlocksRequest  # noqa: Y015
+
+@_typing.final
+class ForgetBlocksResponse(_message.Message):
+    """What was forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_PAGE_BLOCKS_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    num_tier_blocks: _builtins.int
+    """Blocks that were in tiers, each once."""
+    num_page_blocks: _builtins.int
+    """Blocks that were dropped from pages: also those whose root the worker does not know."""
+    trouble: _builtins.str
+    """Why blocks may still be there, and what to do; empty: none is."""
+    def __init__(
+        self,
+        *,
+        num_tier_blocks: _builtins.int = ...,
+        num_page_blocks: _builtins.int = ...,
+        trouble: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_page_blocks", b"num_page_blocks", "num_tier_blocks", b"num_tier_blocks", "trouble", b"trouble"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetBlocksResponse: _TypeAlias = ForgetBlocksResponse  # noqa: Y015

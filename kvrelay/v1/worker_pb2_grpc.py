@@ -65,6 +65,11 @@ class WorkerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.RunTrialRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.RunTrialResponse.FromString,
                 _registered_method=True)
+        self.ForgetBlocks = channel.unary_unary(
+                '/kvrelay.v1.WorkerService/ForgetBlocks',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.ForgetBlocksRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.ForgetBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -116,6 +121,13 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetBlocks(self, request, context):
+        """Drop the cached blocks of one tenant from pages and tiers, and overwrite those on disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -148,6 +160,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.RunTrial,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.RunTrialRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.RunTrialResponse.SerializeToString,
+            ),
+            'ForgetBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetBlocks,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.ForgetBlocksRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.ForgetBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -313,6 +330,33 @@ class WorkerService(object):
             '/kvrelay.v1.WorkerService/RunTrial',
             kvrelay_dot_v1_dot_worker__pb2.RunTrialRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.RunTrialResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.WorkerService/ForgetBlocks',
+            kvrelay_dot_v1_dot_worker__pb2.ForgetBlocksRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.ForgetBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

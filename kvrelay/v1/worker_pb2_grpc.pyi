@@ -50,6 +50,8 @@ class WorkerServiceStub:
     """Compute fixed prompts, past every cache, so that the caller sees whether this worker answers, and as its peers do.
     RESOURCE_EXHAUSTED while it has no room for them.
     """
+    ForgetBlocks: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ForgetBlocksRequest, _worker_pb2.ForgetBlocksResponse]
+    """Drop the cached blocks of one tenant from pages and tiers, and overwrite those on disk."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -73,6 +75,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Compute fixed prompts, past every cache, so that the caller sees whether this worker answers, and as its peers do.
     RESOURCE_EXHAUSTED while it has no room for them.
     """
+    ForgetBlocks: _aio.UnaryUnaryMultiCallable[_worker_pb2.ForgetBlocksRequest, _worker_pb2.ForgetBlocksResponse]  # type: ignore[assignment]
+    """Drop the cached blocks of one tenant from pages and tiers, and overwrite those on disk."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reports of every worker about itself."""
@@ -129,5 +133,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Compute fixed prompts, past every cache, so that the caller sees whether this worker answers, and as its peers do.
         RESOURCE_EXHAUSTED while it has no room for them.
         """
+
+    @_abc_1.abstractmethod
+    def ForgetBlocks(
+        self,
+        request: _worker_pb2.ForgetBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ForgetBlocksResponse, _abc.Awaitable[_worker_pb2.ForgetBlocksResponse]]:
+        """Drop the cached blocks of one tenant from pages and tiers, and overwrite those on disk."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from common.config import ENV_PREFIX, ConfigError, ServingConfig, TenantConfig
 from common.config.router import checked_key
-from common.errors import AccessDenied, Unauthenticated
+from common.errors import AccessDenied, InvalidRequest, Unauthenticated
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from common.trust.proofs import OPERATOR_AUDIENCE
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _SCHEME = "bearer "
 _JWT_DOTS = 2
+_MAX_NAMED = 20
+"""Tenants that a message names at most."""
 
 
 class Authenticator:
@@ -77,9 +79,26 @@ class Authenticator:
         tenant = self._tenant_of(token)
         if not tenant.is_operator:
             raise AccessDenied(
-                f"cannot show the cluster: tenant {tenant.name} is not an operator;"
+                f"cannot show or change the cluster for tenant {tenant.name}: it is not an operator;"
                 " set `operator: true` for it, or ask on the host where the cluster's run folder is"
             )
+
+    def tenant_named(self, name: str) -> Tenant:
+        """Return a tenant. Raises InvalidRequest."""
+        tenants = self._by_name()
+        if name not in tenants:
+            known = ", ".join([*tenants][:_MAX_NAMED]) + (", …" if len(tenants) > _MAX_NAMED else "")
+            raise InvalidRequest(f"there is no tenant {name[:80]!r}; there is {known}", field="tenant")
+        return tenants[name]
+
+    def sharing(self, tenant: Tenant) -> Sequence[str]:
+        """Return the names of other tenants that share a tenant's cached blocks."""
+        others = self._by_name().items()
+        return [name for name, each in others if name != tenant.name and each.cache_salt == tenant.cache_salt]
+
+    def _by_name(self) -> Mapping[str, Tenant]:
+        tenants = [tenant for _key, tenant in self._tenants.values()]
+        return {tenant.name: tenant for tenant in (tenants if self._anybody is None else [self._anybody])}
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._pepper, digest_size=16).digest()

@@ -9,19 +9,21 @@
 raised when the block ends.
 """
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from common.errors import KvrelayError, Overloaded, Refused, Unreachable, WorkerLost
-from common.ids import mint_request_id
+from common.ids import HashRoot, mint_request_id
 from common.lifecycle import LifeCycle
 from common.structured import one_turn
-from common.wire import pack_floats
+from common.wire import message_of, pack_floats
 from kvrelay.v1 import inference_pb2 as pb
 from router.doors.authentication import Authenticator
 from router.doors.readers import Readers
+from router.fleet.member import Member, WorkerState
 from router.parts import RouterParts
 from router.placement.answer_pool import AnswerPool
 from router.reading.validation import RequestReader
@@ -108,7 +110,7 @@ class FrontDoor:
     def screen(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Return if a call of a gRPC method comes from a known caller and may be read. Raises KvrelayError."""
         try:
-            if method.endswith(("/GetClusterStatus", "/Diagnose")):
+            if method.endswith(("/GetClusterStatus", "/Diagnose", "/ForgetTenant")):
                 self.check_operator(metadata)
             else:
                 self.identify(metadata)
@@ -121,6 +123,16 @@ class FrontDoor:
     def check_operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Return if the metadata of a call name an operator. Raises Unauthenticated, AccessDenied."""
         self._authenticator.check_operator(metadata)
+
+    async def forget(self, request: pb.ForgetTenantRequest, *, timeout_s: float) -> pb.ForgetTenantResponse:
+        """Let every worker forget a tenant's blocks. Raises InvalidRequest for an unknown one, and WorkerLost."""
+        tenant = self._authenticator.tenant_named(request.tenant)
+        fleet = self.parts.fleet
+        if fleet.model is None:
+            raise WorkerLost("cannot name the blocks to forget: no worker is ready; start the workers first")
+        root = fleet.model.keyed(self._block_key, cache_salt=read_salt(request, tenant=tenant)).root
+        workers = await asyncio.gather(*(_forget(member, root, timeout_s=timeout_s) for member in fleet.members))
+        return pb.ForgetTenantResponse(workers=workers, sharing_tenants=self._authenticator.sharing(tenant))
 
     @asynccontextmanager
     async def serving(self, request: ClientRequest, caller: Caller) -> AsyncIterator[RunningRequest]:
@@ -208,3 +220,17 @@ class FrontDoor:
         if isinstance(request, pb.EmbedRequest):
             return await self.reader.read_embedding(request, request_id=request_id, model=keyed, tenant=caller.tenant)
         return await self.reader.read(request, request_id=request_id, model=keyed, tenant=caller.tenant)
+
+
+async def _forget(member: Member, root: HashRoot, *, timeout_s: float) -> pb.ForgottenWorker:
+    worker_id = member.endpoint.worker_id
+    trouble = member.state_text
+    if member.state is WorkerState.READY:
+        try:
+            return message_of(
+                pb.ForgottenWorker, await member.client.forget(root, timeout_s=timeout_s), worker_id=worker_id
+            )
+        except KvrelayError as error:
+            trouble = error.message
+    advice = "its blocks may still be there; run it again when it is ready, or remove its folder below tiers.path"
+    return pb.ForgottenWorker(worker_id=worker_id, trouble=f"{trouble}: {advice}")

@@ -32,6 +32,8 @@ from router.record.demand import REMEMBERED_S
 from router.tenants import Tenant
 
 STATUS_TIMEOUT_S = 1.0
+FORGET_TIMEOUT_S = 600.0
+"""Time for workers to overwrite a tenant's blocks on disk."""
 MAX_WORKERS = 4096
 MAX_TOKENIZED = 1 << 20
 """Tokens of one answer of `Tokenize`, which gRPC packs without a pause."""
@@ -150,6 +152,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with error_boundary(context, "Diagnose"):
             self._door.check_operator(context.invocation_metadata())
             return await self._diagnosis.answer(request, timeout_s=time_left_s(context, at_most_s=STATUS_TIMEOUT_S))
+
+    async def ForgetTenant(self, request: pb.ForgetTenantRequest, context: Context) -> pb.ForgetTenantResponse:  # noqa: D102
+        async with error_boundary(context, "ForgetTenant"):
+            self._door.check_operator(context.invocation_metadata())
+            return await self._door.forget(request, timeout_s=time_left_s(context, at_most_s=FORGET_TIMEOUT_S))
 
     async def RecordTraffic(self, request: pb.RecordTrafficRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         async with error_boundary(context, "RecordTraffic"):

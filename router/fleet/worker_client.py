@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import grpc
 
 from common.errors import KvrelayError, WorkerLost, from_rpc_error
+from common.ids import HashRoot
 from common.rpc import Connect, is_cancelled
 from kvrelay.v1 import (
     decode_pb2,
@@ -116,6 +117,11 @@ class WorkerClient:
         """Return the worker's own report. Raises KvrelayError."""
         request = worker_pb2.GetWorkerStatusRequest()
         return (await _answer(self._worker.GetWorkerStatus(request, timeout=timeout_s))).status
+
+    async def forget(self, root: HashRoot, *, timeout_s: float) -> worker_pb2.ForgetBlocksResponse:
+        """Let the worker drop the blocks of a root. Raises KvrelayError."""
+        request = worker_pb2.ForgetBlocksRequest(hash_root=root)
+        return await _answer(self._worker.ForgetBlocks(request, timeout=timeout_s))
 
     def watch(self, *, heartbeat_s: float = 0.0) -> Incoming[worker_pb2.WatchWorkerResponse]:
         """Subscribe to events and load, without a deadline: the call lasts as long as the worker.

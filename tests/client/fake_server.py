@@ -53,6 +53,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.unary_error: KvrelayError | None = None
         self.generate_requests: list[pb.GenerateRequest] = []
         self.explain_requests: list[pb.ExplainRequest] = []
+        self.forget_requests: list[pb.ForgetTenantRequest] = []
+        self.forgotten = pb.ForgetTenantResponse()
         self.decisions = [remote_decision(), running_decision()]
         self.traffic: list[pb.RecordTrafficResponse] = []
         """Messages after the beginning of a recording, which then ends unless `goes_on_recording`."""
@@ -174,6 +176,11 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             waiting="4 requests wait in line",
             tenants=tenants,
         )
+
+    def ForgetTenant(self, request: pb.ForgetTenantRequest, context: Any) -> pb.ForgetTenantResponse:
+        self._maybe_abort(context)
+        self.forget_requests.append(request)
+        return self.forgotten
 
     def RecordTraffic(self, request: pb.RecordTrafficRequest, context: Any) -> Iterator[pb.RecordTrafficResponse]:
         self.record_requests.append(request)

@@ -22,7 +22,15 @@ from kvrelay.client.events import (
 )
 from kvrelay.client.explanations import Candidate, Decision, DecisionOutcome
 from kvrelay.client.results import ModelInfo
-from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
+from kvrelay.client.status import (
+    ClusterStatus,
+    Forgotten,
+    ForgottenWorker,
+    RouterStatus,
+    WorkerLoad,
+    WorkerStatus,
+    WorkerView,
+)
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2, worker_pb2
 from tests.client.messages import accepted, completed, local_plan
@@ -49,6 +57,8 @@ from tests.client.messages import accepted, completed, local_plan
         (WorkerStatus, worker_pb2.WorkerStatus),
         (WorkerView, pb.WorkerView),
         (ClusterStatus, pb.GetClusterStatusResponse),
+        (Forgotten, pb.ForgetTenantResponse),
+        (ForgottenWorker, pb.ForgottenWorker),
     ],
 )
 def test_record_has_exactly_the_fields_of_its_message(record: type, message: type) -> None:

@@ -1,6 +1,6 @@
 """BlockPool as a state machine: sequences over a two-token vocabulary, eight blocks of two tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.block_hash import hash_blocks, hash_root
 from common.eviction import EvictionClass
-from common.ids import BlockHash, BlockId
+from common.ids import NO_ROOT, BlockHash, BlockId, HashRoot
 from engine.pages.block_pool import KEEP_ALL, KEEP_BRIEFLY, BlockPool, Keeping
+from engine.published import ForgottenPages
 
-ROOT = hash_root(model_fingerprint="test")
+ROOT, OTHER = (hash_root(model_fingerprint="test", cache_salt=tenant) for tenant in ("", "other"))
 BLOCK_SIZE = 2
 NUM_BLOCKS = 8
 
@@ -24,6 +25,8 @@ class Holder:
     keeping: Keeping
     num_published: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
+    root: HashRoot = ROOT
+    knows_root: bool = True
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -32,6 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.holders: list[Holder] = []
         self.tokens_of: dict[BlockHash, tuple[int, ...]] = {}
+        self.root_of: dict[BlockHash, HashRoot] = {}
         self.cached_at_router: set[BlockHash] = set()
 
     @rule(
@@ -39,20 +43,31 @@ class PoolMachine(RuleBasedStateMachine):
         num_front=st.integers(0, 4),
         keeping=st.sampled_from([KEEP_ALL, KEEP_BRIEFLY, None]),
         is_published=st.booleans(),
+        root=st.sampled_from([ROOT, OTHER]),
+        knows_root=st.booleans(),
     )
-    def admit(self, tokens: list[int], num_front: int, keeping: Keeping | None, is_published: bool) -> None:
-        hashes = list(hash_blocks(tokens, root=ROOT, block_size=BLOCK_SIZE))
+    def admit(
+        self,
+        tokens: list[int],
+        num_front: int,
+        keeping: Keeping | None,
+        is_published: bool,
+        root: HashRoot = ROOT,
+        knows_root: bool = True,
+    ) -> None:
+        hashes = list(hash_blocks(tokens, root=root, block_size=BLOCK_SIZE))
         cached = self.pool.match_prefix(hashes)
         num_fresh = -(-len(tokens) // BLOCK_SIZE) - len(cached)
         if num_fresh > self.pool.num_free - self.pool.num_matched_free(cached):
             return
         for i, block_hash in enumerate(hashes):
             self.tokens_of[block_hash] = tuple(tokens[: (i + 1) * BLOCK_SIZE])
+            self.root_of[block_hash] = root
         self.pool.acquire(cached)
         self.pool.mark_reused(cached, len(cached))
         keeping = keeping or Keeping(num_front=len(cached) + num_front)
         table = [*cached, *self.pool.allocate(num_fresh)]
-        self.holders.append(Holder(tokens, table, keeping, len(cached), hashes))
+        self.holders.append(Holder(tokens, table, keeping, len(cached), hashes, root, knows_root))
         while is_published and self.holders[-1].num_published < len(hashes):
             self.publish(self.holders[-1])
 
@@ -64,7 +79,8 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self, holder: Holder) -> None:
         i = holder.num_published
         if i < len(holder.hashes):
-            published = self.pool.publish(holder.table[i], holder.hashes[i], behind=holder.table[i - 1] if i else None)
+            behind, root = holder.table[i - 1] if i else None, holder.root if holder.knows_root else NO_ROOT
+            published = self.pool.publish(holder.table[i], holder.hashes[i], behind=behind, root=root)
             if published != holder.table[i]:
                 self.pool.acquire([published])
                 self.pool.release([holder.table[i]])
@@ -77,10 +93,15 @@ class PoolMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         self.pool.acquire(holder.table)
-        copy = Holder(
-            list(holder.tokens), list(holder.table), holder.keeping, holder.num_published, list(holder.hashes)
-        )
+        copy = replace(holder, tokens=list(holder.tokens), table=list(holder.table), hashes=list(holder.hashes))
         self.holders.append(copy)
+
+    @rule(root=st.sampled_from([ROOT, OTHER]))
+    def forget(self, root: HashRoot) -> None:
+        forgotten = self.pool.forget(root)
+        left = [each for each in self.pool.snapshot().stored if self.root_of[each] == root]
+        assert all(self.pool.ref_count(self.pool.block_of(each)) for each in left)
+        assert forgotten.is_in_use or not left
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -100,9 +121,10 @@ class PoolMachine(RuleBasedStateMachine):
         elif not self.pool.is_writable(holder.table[-1]):
             return
         holder.tokens.append(data.draw(st.integers(0, 1)))
-        holder.hashes = list(hash_blocks(holder.tokens, root=ROOT, block_size=BLOCK_SIZE))
+        holder.hashes = list(hash_blocks(holder.tokens, root=holder.root, block_size=BLOCK_SIZE))
         for i, block_hash in enumerate(holder.hashes):
             self.tokens_of[block_hash] = tuple(holder.tokens[: (i + 1) * BLOCK_SIZE])
+            self.root_of[block_hash] = holder.root
 
     @invariant()
     def free_plus_used_is_total(self) -> None:
@@ -128,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
     def cached_hash_recomputes_from_its_tokens_and_has_its_parent(self) -> None:
         for block_hash in self.pool.snapshot().stored:
             tokens = self.tokens_of[block_hash]
-            chain = hash_blocks(tokens, root=ROOT, block_size=BLOCK_SIZE)
+            chain = hash_blocks(tokens, root=self.root_of[block_hash], block_size=BLOCK_SIZE)
             assert chain[-1] == block_hash
             assert len(self.pool.match_prefix(chain)) == len(chain), "a cached block without its parent"
 
@@ -144,11 +166,11 @@ PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40
 TestBlockPool = PoolMachine.TestCase
 
 
-def _published(pool: BlockPool, tokens: list[int]) -> list[BlockId]:
-    hashes = hash_blocks(tokens, root=ROOT, block_size=BLOCK_SIZE)
+def _published(pool: BlockPool, tokens: list[int], root: HashRoot = ROOT) -> list[BlockId]:
+    hashes = hash_blocks(tokens, root=root, block_size=BLOCK_SIZE)
     table = pool.allocate(len(hashes))
     for i, (block, block_hash) in enumerate(zip(table, hashes, strict=True)):
-        assert pool.publish(block, block_hash, behind=table[i - 1] if i else None) == block
+        assert pool.publish(block, block_hash, behind=table[i - 1] if i else None, root=root) == block
     return table
 
 
@@ -237,3 +259,20 @@ def test_long_prompts_that_come_once_leave_a_shared_prefix_in_the_cache() -> Non
         pool.release(once, Keeping(num_front=3))
     assert pool.match_prefix(hash_blocks([0] * 20, root=ROOT, block_size=BLOCK_SIZE)) == shared
     assert len(pool.match_prefix(hash_blocks([3] * 60, root=ROOT, block_size=BLOCK_SIZE))) == 30
+
+
+def test_forgetting_a_root_leaves_the_cached_blocks_of_others_and_those_in_use() -> None:
+    pool = BlockPool(6)
+    ours, theirs, held = (
+        _published(pool, [0, 0, 0, 1]),
+        _published(pool, [0, 0, 0, 1], OTHER),
+        _published(pool, [1, 1]),
+    )
+    pool.release(ours)
+    pool.release(theirs)
+    forgotten = pool.forget(ROOT)
+    assert (forgotten.num_blocks, forgotten.is_in_use) == (2, True)
+    assert pool.match_prefix(hash_blocks([0, 0, 0, 1], root=ROOT, block_size=BLOCK_SIZE)) == []
+    assert pool.match_prefix(hash_blocks([0, 0, 0, 1], root=OTHER, block_size=BLOCK_SIZE)) == theirs
+    pool.release(held)
+    assert pool.forget(ROOT) == ForgottenPages(num_blocks=1)

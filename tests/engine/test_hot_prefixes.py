@@ -11,7 +11,7 @@ from engine.core import EngineCore
 from engine.pages.hot_prefixes import hot_prefixes
 from tests.builders import BLOCK_SIZE, make_core, make_request, served, submit
 from tests.engine.test_block_pool import BLOCK_SIZE as SMALL_BLOCK
-from tests.engine.test_block_pool import NUM_BLOCKS, ROOT, PoolMachine
+from tests.engine.test_block_pool import NUM_BLOCKS, PoolMachine
 
 
 class HotMachine(PoolMachine):
@@ -29,8 +29,8 @@ class HotMachine(PoolMachine):
                 reused = [self.pool.is_reused(self.page(block_hash)) for block_hash in whole.hashes]
                 assert reused == sorted(reused, reverse=True)
                 assert sum(reused) == whole.num_reused
-                tokens = self.tokens_of[whole.hashes[-1]]
-                assert whole.hashes == hash_blocks(tokens, root=ROOT, block_size=SMALL_BLOCK), "no gap"
+                tokens, root = self.tokens_of[whole.hashes[-1]], self.root_of[whole.hashes[-1]]
+                assert whole.hashes == hash_blocks(tokens, root=root, block_size=SMALL_BLOCK), "no gap"
             firsts = [chain.values[0] for chain in chains]
             assert firsts == sorted(firsts, reverse=True)
             self.check_choice(set(named), max_blocks)

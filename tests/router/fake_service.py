@@ -126,6 +126,14 @@ class _WorkerService(
         status = worker_pb2.WorkerStatus(load=self._worker.report, epoch=self._worker.epoch)
         return worker_pb2.GetWorkerStatusResponse(status=status)
 
+    async def ForgetBlocks(
+        self, request: worker_pb2.ForgetBlocksRequest, context: Context
+    ) -> worker_pb2.ForgetBlocksResponse:
+        async with error_boundary(context, "ForgetBlocks"):
+            await self._worker.reach("forget")
+            self._worker.forgotten.append(request.hash_root)
+        return worker_pb2.ForgetBlocksResponse(num_tier_blocks=7, num_page_blocks=3)
+
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:  # type: ignore[override]
         worker = self._worker
         async with error_boundary(context, "Prefill"):

@@ -148,6 +148,8 @@ class FakeWorker:
     restarting: "asyncio.Task[None] | None" = None
     router: RunningRouter | None = None
     """The router that uses it; set by `running_cluster`."""
+    forgotten: list[bytes] = field(default_factory=list)
+    """Roots of the blocks that it was told to forget."""
     is_overdue: bool = False
     """Whether it reports its running step as overdue."""
     num_streams: int = 0

@@ -12,6 +12,7 @@ import pytest
 from common.kv_events import decode_events
 from common.process import CannotStart
 from engine.fake_pages import FakeWindow, fake_shape
+from engine.request import EngineRequest
 from kv_tiers.tiers import TierSettings
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
@@ -20,7 +21,6 @@ from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt, where
 from worker.prefix_pull import PullOutcome
 from worker.service import WorkerService
 from worker.serving import RunningWorker
-from worker.worker_tiers import WorkerTiers
 
 SHAPE = fake_shape(BLOCK_SIZE)
 ROOM = 4096
@@ -59,16 +59,16 @@ async def until_written(worker: RunningWorker) -> None:
 
 
 @contextmanager
-def held_writes(worker_tiers: WorkerTiers) -> Iterator[None]:
-    """Let nothing be written into the tiers inside the block."""
+def held_calls(owner: object, method: str) -> Iterator[None]:
+    """Let calls of a method, made in threads, wait for the end of the block."""
     may_go = threading.Event()
-    work_off = worker_tiers._work_off  # noqa: SLF001
+    call = getattr(owner, method)
 
-    def held(*args: Any) -> int:
+    def held(*args: Any) -> Any:
         assert may_go.wait(60)
-        return work_off(*args)
+        return call(*args)
 
-    worker_tiers._work_off = held  # type: ignore[assignment,method-assign]  # noqa: SLF001
+    setattr(owner, method, held)
     try:
         yield
     finally:
@@ -158,12 +158,77 @@ async def test_blocks_of_pages_given_away_before_their_turn_are_counted() -> Non
         worker = pool.workers["prefill-0"]
         tiers = worker.runtime.tiers
         assert tiers is not None
-        with held_writes(tiers):
+        with held_calls(tiers, "_work_off"):
             await pool.pair("prefill-0", "decode-0").generate(prompt(1))
             await fill_pages(pool)
         await until_written(worker)
         assert tiers.num_missed > 0
         assert not any(block_hash in tiers.tiers for block_hash in prompt(1).block_hashes)
+
+
+async def forget(worker: RunningWorker, request: EngineRequest) -> worker_pb2.ForgetBlocksResponse:
+    """Let a worker forget the blocks of a request's tenant."""
+    asked = worker_pb2.ForgetBlocksRequest(hash_root=request.hash_root)
+    return await WorkerService(worker.runtime).ForgetBlocks(asked, None)  # type: ignore[arg-type]
+
+
+async def test_a_forgotten_tenant_finds_nothing_and_the_others_what_is_theirs(tmp_path: Path) -> None:
+    other = make_request([*PREFIX, *([1] * 7)], salt="other", ignore_eos=True)
+    async with running_pool(workers(tmp_path, num_blocks=128)) as pool:
+        pair, worker = pool.pair("prefill-0", "decode-0"), pool.workers["prefill-0"]
+        first = await pair.generate(prompt(1))
+        await pair.generate(other)
+        await until_written(worker)
+        forgotten = await forget(worker, prompt(1))
+        num_blocks = len(PREFIX) // BLOCK_SIZE + 1
+        assert (forgotten.num_tier_blocks, forgotten.num_page_blocks, forgotten.trouble) == (num_blocks, num_blocks, "")
+        async with watched(pool, "prefill-0") as updates:
+            held = set(decode_events((await updates.read()).kv_events).stored)
+        assert not held & set(prompt(1).block_hashes)
+        assert held >= set(other.block_hashes[:PREFIX_BLOCKS])
+        again = await pair.generate(prompt(1))
+        assert (again.num_cached, again.tokens) == (0, first.tokens)
+        assert (await pair.generate(other)).num_cached > 0
+        assert (await pair.generate(prompt(1))).num_cached > 0, "new blocks are kept as before"
+        await until_written(worker)
+        await forget(worker, prompt(1))
+    async with running_pool(workers(tmp_path)) as pool:
+        assert (await pool.pair("prefill-0", "decode-0").generate(prompt(1))).num_cached == 0
+
+
+async def test_forgotten_blocks_that_are_being_written_stay_away() -> None:
+    async with running_pool(workers()) as pool:
+        worker = pool.workers["prefill-0"]
+        tiers = worker.runtime.tiers
+        assert tiers is not None
+        with held_calls(tiers.tiers, "put"):  # after the check that the page still has the block
+            await pool.pair("prefill-0", "decode-0").generate(prompt(1))
+            await until_empty(worker)
+            forgetting = asyncio.create_task(forget(worker, prompt(1)))
+            async with asyncio.timeout(60):
+                while (await worker.runtime.snapshot()).stored:  # noqa: ASYNC110 - no event tells it
+                    await asyncio.sleep(0.001)
+        assert (await forgetting).trouble == ""
+        await until_written(worker)
+        assert not any(block_hash in tiers.tiers for block_hash in prompt(1).block_hashes)
+
+
+async def test_forgetting_says_what_may_be_left() -> None:
+    async with running_pool(workers()) as pool:
+        worker = pool.workers["prefill-0"]
+        await pool.pair("prefill-0", "decode-0").generate(prompt(1))
+        await until_written(worker)
+        engine = worker.runtime.engine
+        pinned = await engine.pin(prompt(1).block_hashes)
+        assert "run it again when they have ended" in (await forget(worker, prompt(1))).trouble
+        await engine.call(lambda core: core.landings.unpin(pinned))
+        assert (await forget(worker, prompt(1))).trouble == ""
+
+
+async def test_forgetting_without_the_disk_says_so(tmp_path: Path) -> None:
+    (taken := tmp_path / "taken").write_text("not a folder")
+    async with running_pool(workers(taken)) as pool:
+        assert "disk tier is off" in (await forget(pool.workers["prefill-0"], prompt(1))).trouble
 
 
 async def test_worker_whose_tier_folder_cannot_be_used_serves_and_its_status_says_why(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ _CALLS: Sequence[tuple[str, Sequence[Message]]] = [
     ("/kvrelay.v1.InferenceService/Explain", [pb.ExplainRequest(limit=5), pb.ExplainRequest(request_id="req-1")]),
     ("/kvrelay.v1.InferenceService/RecordTraffic", [pb.RecordTrafficRequest(duration_s=0.5)]),
     ("/kvrelay.v1.InferenceService/GetClusterStatus", [pb.GetClusterStatusRequest()]),
+    ("/kvrelay.v1.InferenceService/ForgetTenant", [pb.ForgetTenantRequest(tenant="default", cache_salt="s")]),
     ("/kvrelay.v1.InferenceService/ListModels", [pb.ListModelsRequest()]),
 ]
 

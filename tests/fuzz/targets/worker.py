@@ -277,6 +277,7 @@ _MAKERS: Sequence[Callable[[World, Source], Step]] = (
     ),
     _ask("WorkerService/WatchWorker", lambda _: worker_pb2.WatchWorkerRequest()),
     _ask("WorkerService/GetWorkerStatus", lambda _: worker_pb2.GetWorkerStatusRequest()),
+    _ask("WorkerService/ForgetBlocks", lambda _: worker_pb2.ForgetBlocksRequest(hash_root=bytes(32))),
     _ask("PrefixService/ListHotPrefixes", lambda _: prefix_pb2.ListHotPrefixesRequest(max_blocks=10)),
     _ask("WorkerService/DescribeWorker", lambda _: worker_pb2.DescribeWorkerRequest()),
     _ask("KvTransferService/DescribePages", lambda _: kv_transfer_pb2.DescribePagesRequest()),
