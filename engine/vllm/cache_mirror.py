@@ -54,6 +54,10 @@ class CacheMirror:
         """Return all cached blocks."""
         return KvEvents(stored=BlockHashes.of(self._blocks), is_snapshot=True)
 
+    def has_root(self, root: HashRoot) -> bool:
+        """Whether the beginning of some prompt below a root is cached."""
+        return any(block.parent == root for block in self._blocks.values())
+
     def vllm_names(self, hashes: BlockHashes) -> tuple[bytes, ...]:
         """Return vLLM's names of the longest cached prefix."""
         return tuple(self._blocks[ours].name for ours in takewhile(self._blocks.__contains__, hashes))

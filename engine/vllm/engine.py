@@ -175,7 +175,7 @@ class VllmEngine:
     def forget(self, root: HashRoot) -> ForgottenPages:
         """See `Engine`: vLLM's cache is emptied as a whole or not at all."""
         obstacle = "vLLM's engine keeps cached blocks until it needs their pages: restart this worker"
-        return ForgottenPages(num_blocks=0, obstacle=obstacle if self._observed.mirror.num_blocks else "")
+        return ForgottenPages(num_blocks=0, obstacle=obstacle if self._observed.mirror.has_root(root) else "")
 
     def change_limits(self, limits: SchedulerLimits) -> None:
         """See `Engine`; the most tokens and places of a step are vLLM's, for good."""

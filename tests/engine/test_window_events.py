@@ -6,7 +6,7 @@ from common.ids import WorkerId
 from common.kv_events import KvEvents
 from engine.fake_pages import FakeWindow
 from router.fleet.index import PrefixIndex
-from tests.builders import BLOCK_SIZE, make_core, make_request, served, submit
+from tests.builders import BLOCK_SIZE, expected_tokens, make_core, make_request, served, submit
 from tests.engine.overlap import step
 
 WORKER = WorkerId("w")
@@ -52,3 +52,20 @@ def test_models_without_window_pages_say_nothing_of_them() -> None:
     for events in (core.snapshot(), core.report().kv_events):
         assert events == KvEvents(stored=events.stored, is_snapshot=events.is_snapshot)
         assert len(events.stored) >= 5
+
+
+@pytest.mark.parametrize("num_tokens", [8, 1], ids=["window", "state"])
+def test_forgotten_blocks_leave_with_their_windows(num_tokens: int) -> None:
+    window = FakeWindow(num_tokens=num_tokens, num_pages=14, is_state=num_tokens == 1)
+    core = make_core(max_step_tokens=6, window=window)
+    ours, theirs = make_request(range(20)), make_request(range(20), salt="other")
+    served(core, ours)
+    served(core, theirs)
+    core.report()
+    forgotten = core.forget(ours.hash_root)
+    events, kept = core.report().kv_events, core.snapshot()
+    assert len(events.removed) == forgotten.num_blocks >= len(ours.block_hashes)
+    assert set(events.removed) >= set(ours.block_hashes)
+    assert not set(kept.stored) & set(events.removed)
+    assert set(kept.paged) <= set(kept.stored) >= set(theirs.block_hashes)
+    assert served(core, ours).token_ids() == expected_tokens(ours)

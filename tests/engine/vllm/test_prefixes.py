@@ -205,3 +205,9 @@ async def test_the_first_in_line_takes_the_slots_that_were_pulled_for_later_ones
     vllm.kv.free(held)
     assert vllm.is_empty
     await vllm.aclose()
+
+
+async def test_forgetting_names_what_vllm_keeps_of_a_tenant(vllm: FakeVllm) -> None:
+    await cache(vllm, 2)
+    assert "restart this worker" in vllm.engine.forget(request().hash_root).obstacle
+    assert vllm.engine.forget(request(salt="other").hash_root).obstacle == ""
