@@ -22,6 +22,7 @@ import grpc
 from common.errors import HandoffGone, KvrelayError
 from common.ids import HandoffId
 from common.rpc import error_boundary
+from common.structured import end_all
 from common.tracing import Stages
 from engine.events import EngineEvent, Failed, PrefillProgress, Started, Tokens
 from engine.request import EngineRequest
@@ -166,9 +167,7 @@ async def _unless_aborted(handoff: Handoff, work: Coroutine[Any, Any, T]) -> T:
                 watcher.cancel()
         return task.result()
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
+        await end_all((task,))
 
 
 def _manifest(spec: EngineRequest, handoff: Handoff, first_tokens: tuple[FirstToken, ...]) -> HandoffManifest:
