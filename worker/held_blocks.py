@@ -4,12 +4,14 @@ Routers learn what a worker holds at all, and which of it are *offloaded*: in a 
 part of every chain, since pages keep parents longer than children; what is offloaded may follow it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from common.block_hash import BlockHashes
 from common.ids import BlockHash
 from common.kv_events import KvEvents
+
+_PIECE = 1 << 14
 
 
 class HeldBlocks:
@@ -24,17 +26,13 @@ class HeldBlocks:
         if not events.removed:
             self.in_pages.update(events.stored)
             return events
-        removed = set(events.removed)
-        self.in_pages -= removed
+        removed = events.removed.digests()
+        self.in_pages.difference_update(removed)
         self.in_pages.update(events.stored)
-        offloaded = (removed & self.in_tiers) - self.in_pages
-        if not offloaded:
-            return events
-        return replace(
-            events,
-            removed=BlockHashes.of(removed - offloaded),
-            offloaded=BlockHashes.of(offloaded),
-        )
+        offloaded, gone = list[BlockHash](), list[BlockHash]()
+        for block_hash in removed:
+            (offloaded if block_hash in self.in_tiers else gone).append(block_hash)
+        return replace(events, removed=BlockHashes.of(gone), offloaded=BlockHashes.of(offloaded))
 
     def of_tiers(self, is_held: Mapping[BlockHash, bool]) -> KvEvents:
         """Return what routers are told of changes of the tiers."""
@@ -46,6 +44,20 @@ class HeldBlocks:
         return KvEvents(stored=offloaded, removed=removed, offloaded=offloaded)
 
     def snapshot(self, of_pages: KvEvents) -> KvEvents:
-        """Return all blocks; `of_pages`: those in pages."""
-        offloaded = BlockHashes.of(self.in_tiers.difference(of_pages.stored))
-        return replace(of_pages, stored=of_pages.stored + offloaded, offloaded=offloaded)
+        """Return all blocks; `of_pages`: those in pages.
+
+        Any thread, while the event loop goes on: what changes meanwhile is an event that comes afterwards. Works in
+        pieces, between which the interpreter lock is free.
+        """
+        in_pages, offloaded = set[BlockHash](), list[BlockHash]()
+        for piece in _pieces(of_pages.stored.digests()):
+            in_pages.update(piece)
+        for piece in _pieces(list(self.in_tiers)):
+            offloaded += [block_hash for block_hash in piece if block_hash not in in_pages]
+        packed = BlockHashes.of(offloaded)
+        return replace(of_pages, stored=of_pages.stored + packed, offloaded=packed)
+
+
+def _pieces(blocks: list[BlockHash]) -> Iterator[list[BlockHash]]:
+    for first in range(0, len(blocks), _PIECE):
+        yield blocks[first : first + _PIECE]

@@ -337,7 +337,7 @@ class WorkerRuntime:
     async def snapshot(self) -> KvEvents:
         """Return all blocks that the worker holds, in pages or in tiers."""
         of_pages: KvEvents = await self.engine.call(lambda core: core.snapshot())
-        return of_pages if self.tiers is None else self.tiers.snapshot(of_pages)
+        return of_pages if self.tiers is None else await self.tiers.snapshot(of_pages)
 
 
 def _cancel_if_granted(core: Engine, group: Group | Refused) -> None:

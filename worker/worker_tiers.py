@@ -2,41 +2,66 @@
 
 *In*: a block is copied soon after it was published, while its page keeps it, so that nothing has to be copied when the
 page is given away. The copy counts if the page still holds the block at its end (`engine/published.py`). One
-piece at a time is written, and beside a busy engine at most `_MAX_SHARE` of the time. A block that has left its page
-before its turn is lost to the tiers, and counted.
+piece at a time is written, by a thread of its own, and beside a busy engine at most `_MAX_SHARE` of the time. A block
+that has left its page before its turn is lost to the tiers, and counted.
 
 *Back*: reading is a pull like that from another worker (`prefix_pull.py`): into reserved pages, verified by the tier,
-published piece by piece, in no more time than computing would take.
+published piece by piece, in no more time than computing would take (`tier_reads.py`).
+
+A disk that hangs or fails holds up neither requests nor transfers nor the end of the worker.
 """
 
 import asyncio
+import logging
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from common.block_hash import BlockHashes
 from common.clock import Clock
 from common.config import TiersConfig
-from common.ids import BlockHash, BlockId, HashRoot
+from common.ids import BlockHash, HashRoot
 from common.kv_events import KvEvents
+from common.structured import end_all
 from engine.events import EngineLoad, StepReport
-from engine.kv_store import PIECE_BYTES, KvShape, KvStore
+from engine.kv_store import KvShape, KvStore
 from engine.published import PublishedBlock
 from engine.steps.landing import Landing
 from kv_tiers.tiers import DISK, Tiers, TierSettings
 from kv_transfer.transports.transport import to_end
 from worker.held_blocks import HeldBlocks
+from worker.tier_reads import TierReads, piece_blocks
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _MAX_SHARE = 0.25
 """Most of the time that is spent on writing while the engine has work."""
 _MAX_PAUSE_S = 1.0
-_MAX_USED = 1024
+_MAX_USED = 1 << 20
+"""Most blocks of prompts whose use is noted later."""
+_MAX_LOOKED_AT = 1 << 14
+"""Most offers that one turn of the event loop looks at."""
+_CHANGES_AT_ONCE = 1 << 12
+_PUBLISH_GAP_S = 0.02
+"""Pause between so many changes: watchers merge what they have not sent."""
 _FLUSH_S = 10.0
 """Time at the end for blocks that are not written yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """Result of one piece."""
+
+    num_missed: int
+    capacity: int
+    """Most blocks in all tiers."""
+    changes: Sequence[Mapping[BlockHash, bool]]
+    """Blocks that came to the tiers or left them, in pieces."""
 
 
 class WorkerTiers:
@@ -55,22 +80,25 @@ class WorkerTiers:
         """`lives`: see `Engine.report_published`. `on_read(bytes, seconds)` is called for each piece that was read."""
         self.tiers = tiers
         self.num_missed = 0
-        """Blocks that had left their pages before they could be copied."""
+        """Blocks that could not be copied, since they had left their pages or the tiers failed."""
         self._store = store
         self._lives = lives
         self._clock = clock
         self._on_changes = on_changes
-        self._on_read = on_read
+        self._reads = TierReads(tiers, store, clock, on_read)
+        self._stride = piece_blocks(store.shape)
         self._capacity = _capacity_of(tiers)
         self._held = HeldBlocks()
         self._held.of_tiers(tiers.drain_changes())
         self._offered: deque[PublishedBlock] = deque()
-        self._used: deque[list[BlockHash]] = deque(maxlen=_MAX_USED)
+        self._used: deque[BlockHashes] = deque()
         """Blocks of prompts that came since the last piece."""
+        self._num_used = 0
         self._is_busy = self._is_writing = False
-        self._turn = asyncio.Lock()
-        """Held while a piece is written, and while blocks are forgotten."""
-        self._woken = asyncio.Event()
+        self._woken, self._closing = asyncio.Event(), asyncio.Event()
+        self._must_stop = False
+        """Whether the thread that writes is to end after the block that it is at."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
         self._writing: asyncio.Task[None] | None = None
 
     # ── in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,18 +115,18 @@ class WorkerTiers:
 
     def start(self) -> None:
         """Begin to write."""
-        self._writing = asyncio.get_running_loop().create_task(self._write_forever(), name="tiers")
+        self._writing = asyncio.get_running_loop().create_task(self._write_until_closed(), name="tiers")
 
     async def aclose(self) -> None:
-        """Write what was offered, as far as there is time, and close the tiers."""
+        """Write what was offered, as far as there is time, and close the tiers. A write that hangs is left behind."""
+        self._closing.set()
+        self._woken.set()
         if self._writing is not None:
-            self._writing.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._writing
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_FLUSH_S):
-                    while self.num_waiting:
-                        await self._write_piece()
+            _done, late = await asyncio.wait([self._writing], timeout=_FLUSH_S)
+            self._must_stop = True
+            await end_all(list(late))
+        self._reads.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
         await to_end(self.tiers.close)
 
     def take(self, report: StepReport) -> KvEvents:
@@ -107,7 +135,7 @@ class WorkerTiers:
         if report.published:
             self._offered.extend(report.published)
             if len(self._offered) > 2 * self._store.num_blocks:
-                self._drop_stale()
+                self._drop_stale(2 * len(report.published))
             self._woken.set()
         return self._held.of_pages(report.kv_events)
 
@@ -115,52 +143,61 @@ class WorkerTiers:
         """Return a load with how full the tiers are."""
         return replace(load, num_tier_blocks=len(self._held.in_tiers), max_tier_blocks=self._capacity)
 
-    def snapshot(self, of_pages: KvEvents) -> KvEvents:
+    async def snapshot(self, of_pages: KvEvents) -> KvEvents:
         """Return all blocks that the worker holds; `of_pages`: those in pages."""
-        return self._held.snapshot(of_pages)
+        return await to_end(self._held.snapshot, of_pages)
 
-    def _drop_stale(self) -> None:
-        in_place = [block for block in self._offered if block.is_in_place(self._lives)]
-        self.num_missed += len(self._offered) - len(in_place)
-        self._offered = deque(in_place)
+    def _drop_stale(self, num_blocks: int) -> None:
+        """Look through the oldest offers. At most as many as there are pages stay."""
+        for _ in range(min(num_blocks, len(self._offered))):
+            block = self._offered.popleft()
+            if block.is_in_place(self._lives):
+                self._offered.append(block)
+            else:
+                self._miss(block)
 
-    async def _write_forever(self) -> None:
-        while True:
+    def _miss(self, block: PublishedBlock) -> None:
+        self.num_missed += block.block_hash not in self._held.in_tiers
+
+    async def _write_until_closed(self) -> None:
+        while not self._closing.is_set() or self.num_waiting:
             await self._woken.wait()
             began_s = self._clock.monotonic()
             await self._write_piece()
-            if not self.num_waiting:
+            if not self.num_waiting and not self._closing.is_set():
                 self._woken.clear()
             elif self._is_busy:
                 busy_s = self._clock.monotonic() - began_s
-                await asyncio.sleep(min(_MAX_PAUSE_S, busy_s * (1 / _MAX_SHARE - 1)))
+                await self._pause(min(_MAX_PAUSE_S, busy_s * (1 / _MAX_SHARE - 1)))
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
 
     async def _write_piece(self) -> None:
-        num_most = max(1, PIECE_BYTES // self._store.shape.block_bytes)
-        async with self._turn:
-            used = [self._used.popleft() for _ in range(len(self._used))]
-            piece = [self._offered.popleft() for _ in range(min(num_most, len(self._offered)))]
-            self._is_writing = True
-            try:
-                num_missed = await to_end(self._work_off, used, piece)
-                self.num_missed += num_missed
-            finally:
-                self._is_writing = False
-        self._tell_changes()
-
-    def _tell_changes(self) -> None:
-        self._capacity = _capacity_of(self.tiers)
-        if changes := self.tiers.drain_changes():
-            self._on_changes(self._held.of_tiers(changes))
+        used, self._used, self._num_used = self._used, deque(), 0
+        piece = self._next_piece()
+        self._is_writing = True
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, self._work_off, used, piece)
+            work = await asyncio.shield(running)
+            self.num_missed += work.num_missed
+            self._capacity = work.capacity
+            for i, changes in enumerate(work.changes):
+                if i:
+                    await asyncio.sleep(_PUBLISH_GAP_S)
+                self._on_changes(self._held.of_tiers(changes))
+        finally:
+            self._is_writing = False
 
     async def forget(self, root: HashRoot) -> int:
         """Drop a tenant's blocks from all tiers and overwrite them on disk; returns how many there were.
 
-        What has left the pages before does not come in any more: the piece that is being written ends first.
+        What has left the pages before does not come in any more: the thread that writes does it between two pieces.
         """
-        async with self._turn:
-            num_blocks = await to_end(self.tiers.forget, root)
-        self._tell_changes()
+        num_blocks = await asyncio.get_running_loop().run_in_executor(self._thread, self.tiers.forget, root)
+        self._woken.set()  # changes are told with the next piece
         return num_blocks
 
     @property
@@ -169,29 +206,56 @@ class WorkerTiers:
         disk = self.tiers.stats().tiers.get(DISK)
         return "; ".join(self.alarms) if disk is not None and not disk.capacity else ""
 
-    def _work_off(self, used: Sequence[Sequence[BlockHash]], piece: Sequence[PublishedBlock]) -> int:
-        """Copy blocks from their pages into the tiers; returns how many had gone. In a thread."""
-        for hashes in used:
-            self.tiers.touch(hashes)
-        num_missed = 0
-        for block in piece:
-            if block.block_hash in self.tiers:
-                continue
+    def _next_piece(self) -> list[PublishedBlock]:
+        piece: list[PublishedBlock] = []
+        for _ in range(min(len(self._offered), _MAX_LOOKED_AT)):
+            if len(piece) == self._stride:
+                break
+            block = self._offered.popleft()
             if block.is_in_place(self._lives):
-                data = self._store.read_blocks([block.block_id])
-                if block.is_in_place(self._lives):
-                    self.tiers.put(block.block_hash, block.root, data)
-                    continue
-            num_missed += 1
-        return num_missed
+                piece.append(block)
+            else:
+                self._miss(block)
+        return piece
+
+    def _work_off(self, used: Iterable[BlockHashes], piece: Iterable[PublishedBlock]) -> _Work:
+        """Copy blocks from their pages into the tiers. In a thread."""
+        num_missed, left = 0, deque(piece)
+        try:
+            for hashes in used:
+                self.tiers.touch(hashes.digests())
+            while left and not self._must_stop:
+                num_missed += not self._copy(left[0])
+                left.popleft()
+        except Exception:  # a fault of the tiers costs blocks, never the worker
+            logger.exception("cannot write to the tiers")
+        changes = list(self.tiers.drain_changes().items())
+        return _Work(
+            num_missed=num_missed + len(left),
+            capacity=_capacity_of(self.tiers),
+            changes=[dict(changes[i : i + _CHANGES_AT_ONCE]) for i in range(0, len(changes), _CHANGES_AT_ONCE)],
+        )
+
+    def _copy(self, block: PublishedBlock) -> bool:
+        """Copy a block from its page; returns whether the tiers have it."""
+        if block.block_hash in self.tiers:
+            return True
+        if not block.is_in_place(self._lives):
+            return False
+        data = self._store.read_blocks([block.block_id])
+        if not block.is_in_place(self._lives):
+            return False
+        self.tiers.put(block.block_hash, block.root, data)
+        return True
 
     # ── back ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def num_worth_reading(self, hashes: BlockHashes) -> int:
         """Return how many leading blocks of a prompt are in pages once the tiers are read; 0: no more than now."""
+        self._note_use(hashes)
+        if self._reads.is_stuck:
+            return 0
         digests = hashes.digests()
-        self._used.append(digests)
-        self._woken.set()
         held = self._held
         num_in_pages = bisect_left(digests, 1, key=lambda block_hash: block_hash not in held.in_pages)
         num_blocks = num_in_pages
@@ -199,33 +263,19 @@ class WorkerTiers:
             num_blocks += 1
         return num_blocks if num_blocks > num_in_pages else 0
 
+    def _note_use(self, hashes: BlockHashes) -> None:
+        self._used.append(hashes)
+        self._num_used += len(hashes)
+        while self._num_used > _MAX_USED:
+            self._num_used -= len(self._used.popleft())
+        self._woken.set()
+
     async def read(self, landing: Landing, commit: Callable[[int], None]) -> int:
-        """Fill the pages of a landing, in order; `commit(n)` is called when n leading blocks are there.
-
-        Returns how many were read. Ends, even when cancelled, after the last write into the pages.
-        """
-        hashes, block_ids = landing.hashes.digests(), landing.block_ids()
-        first = end = landing.num_cached_blocks
-        stride = max(1, PIECE_BYTES // self._store.shape.block_bytes)
-        while end < len(hashes):
-            piece = slice(end, end + stride)
-            began_s = self._clock.monotonic()
-            num_read = await to_end(self._fill, hashes[piece], block_ids[piece], landing.root)
-            if not num_read:
-                break
-            self._on_read(num_read * self._store.shape.block_bytes, self._clock.monotonic() - began_s)
-            end += num_read
-            commit(end)
-        return end - first
-
-    def _fill(self, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId], root: HashRoot) -> int:
-        """Write blocks from the tiers into pages, up to the first that is not there. Returns how many. In a thread."""
-        for idx, (block_hash, block_id) in enumerate(zip(hashes, block_ids, strict=True)):
-            data = self.tiers.get(block_hash, root)
-            if data is None:
-                return idx
-            self._store.write_blocks([block_id], memoryview(data))
-        return len(hashes)
+        """See `TierReads.read`."""
+        try:
+            return await self._reads.read(landing, commit)
+        finally:
+            self._woken.set()  # blocks that could not be read have left the tiers
 
 
 def _capacity_of(tiers: Tiers) -> int:

@@ -139,7 +139,7 @@ def make_runtime(
             executor.add_window(window)
     environment = environment or Environment.real(credentials_of(Role.WORKER, worker_id))
     if (tiers := fake.pop("tiers", None)) is not None:
-        environment = replace(environment, tiers=Tiers.open(tiers))
+        environment = replace(environment, tiers=tiers if isinstance(tiers, Tiers) else Tiers.open(tiers))
     assert not fake, fake
     return WorkerRuntime(
         config=config,
