@@ -82,9 +82,12 @@ def _counts(shape: TierShape, num_blocks: int) -> TierCounts:
 class SimWorkerTiers(WorkerTiers):
     """Writes at once, and reads in the time of the bytes. Event loop only."""
 
-    def __init__(self, tiers: SimTierBlocks, *, clock: Clock, **options: Any) -> None:
-        """`options`: those of `WorkerTiers`."""
-        super().__init__(cast("Tiers", tiers), clock=clock, **options)
+    def __init__(
+        self, tiers: SimTierBlocks, *, clock: Clock, on_read: Callable[[int, float], None], **options: Any
+    ) -> None:
+        """`options`: further ones of `WorkerTiers`."""
+        super().__init__(cast("Tiers", tiers), clock=clock, on_read=on_read, **options)
+        self._on_read = on_read
         self._blocks = tiers
         self._now_s: Callable[[], float] = clock.monotonic
         self._free_at_s = 0.0
@@ -102,6 +105,10 @@ class SimWorkerTiers(WorkerTiers):
         if changes := self._blocks.drain_changes():
             self._on_changes(self._held.of_tiers(changes))
         return self._held.of_pages(report.kv_events)
+
+    async def snapshot(self, of_pages: KvEvents) -> KvEvents:
+        """See `WorkerTiers`."""
+        return self._held.snapshot(of_pages)
 
     def num_worth_reading(self, hashes: BlockHashes) -> int:
         """See `WorkerTiers`."""
