@@ -31,7 +31,7 @@ from common.pooling import Pooling
 from common.prefix_chains import PrefixChain
 from common.tracing import Stages
 from engine.interface import Engine
-from engine.request import EngineRequest
+from engine.request import EngineRequest, Retention
 from engine.steps.landing import Landing
 from engine.thread import EngineDriver
 from kv_transfer.pull import KvPuller, PullPlan
@@ -96,6 +96,8 @@ class PullingRequest:
     reserve: Reserve
     landing: Landing | None = None
     """For `Engine.add`: the place in the queue and the pulled blocks; None before the first pull."""
+    is_kept: bool = True
+    """Whether its blocks may be kept in tiers."""
 
 
 _BY_ERROR: dict[type[KvrelayError], PullOutcome] = {
@@ -168,6 +170,7 @@ class PrefixPuller:
             return
         num_usable = num_usable_blocks(len(request.prompt_token_ids) + len(request.output_token_ids), self._block_size)
         hashes, root = request.block_hashes[:num_usable], request.hash_root
+        arrival.is_kept = request.retention is Retention.KEEP
         extra = {"request_id": request.request_id}
         if self._tiers is not None and (num_held := self._tiers.num_worth_reading(hashes)):
             stages.enter("tier")
@@ -267,7 +270,7 @@ class PrefixPuller:
             landing = arrival.landing or core.arrive(hashes)
             if arrival.landing is not None:
                 core.landings.release(landing)  # what came from another place is in the cache
-            landing.hashes, landing.root = hashes, root
+            landing.hashes, landing.root, landing.is_kept = hashes, root, arrival.is_kept
             return landing, arrival.reserve(core, landing)
 
         landing, refused = await self._engine.acquire(land, _let_go)

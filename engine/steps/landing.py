@@ -30,6 +30,8 @@ class Landing:
     """Hashes of the wanted leading blocks; others may be wanted while it has no pages."""
     root: HashRoot = NO_ROOT
     """Root of the hashes; empty when it is not known."""
+    is_kept: bool = True
+    """Whether its blocks may be kept outside the pages, too: not where another worker keeps them."""
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
     """Page of each wanted block; empty until pages are granted."""
     window_blocks: range = range(0)
@@ -160,8 +162,9 @@ class Landings:
         )
         if num_blocks < len(landing.block_table):  # the window at their end did not come
             self._release_windows(landing)
+        root = landing.root if landing.is_kept else NO_ROOT
         for i in range(landing.num_landed_blocks, num_blocks):
-            self._pages.publish_block(landing, i, landing.hashes[i], landing.root)
+            self._pages.publish_block(landing, i, landing.hashes[i], root)
         landing.num_landed_blocks = num_blocks
 
     def enter(self, landing: Landing, sequence: Sequence) -> None:

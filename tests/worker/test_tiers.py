@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from common.ids import mint_handoff_id
 from common.kv_events import decode_events
 from common.process import CannotStart
 from engine.fake_pages import FakeWindow, fake_shape
 from engine.request import EngineRequest
 from kv_tiers.tiers import TierSettings
-from kvrelay.v1 import worker_pb2
+from kvrelay.v1 import sequence_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
+from tests.worker.calls import allowed, messages, spec_of, until_prefilled
 from tests.worker.cluster import Pool, make_runtime, running_pool, until_empty, watched
-from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt, where
+from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, outcomes, prompt, where
 from worker.prefix_pull import PullOutcome
 from worker.service import WorkerService
 from worker.serving import RunningWorker
@@ -151,6 +153,25 @@ async def test_another_tenant_reads_nothing_of_the_first_ones_blocks() -> None:
         other = await pair.generate(make_request([*PREFIX, *([1] * 7)], salt="other", ignore_eos=True))
         assert other.num_cached == 0
         assert not worker.runtime.prefixes.tier_outcomes
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_pulled_blocks_that_another_worker_keeps_are_not_written(is_kept: bool) -> None:
+    async with running_pool({"prefill-0": {}, "decode-0": {"tiers": settings()}}) as pool:
+        pair, request = pool.pair("prefill-0", "decode-0"), prompt(2)
+        prefill = pair.open_prefill(prompt(1, max_tokens=1), mint_handoff_id())
+        await until_prefilled(prefill)  # its blocks are in prefill-0 alone
+        prefill.cancel()
+        spec = spec_of(request)
+        if not is_kept:
+            spec.retention = sequence_pb2.RETENTION_BRIEF
+        call = pair.open_decode_of(spec, source=allowed(where(pair.prefill), request, pair.decode))
+        async for _message in messages(call):
+            pass
+        assert outcomes(pair.decode) == {PullOutcome.PULLED: 1}
+        await until_written(pair.decode)
+        assert pair.decode.runtime.tiers is not None
+        assert (request.block_hashes[0] in pair.decode.runtime.tiers.tiers) is is_kept
 
 
 async def test_blocks_of_pages_given_away_before_their_turn_are_counted() -> None:
