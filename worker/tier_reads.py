@@ -38,6 +38,7 @@ class _Filling:
         self, tiers: Tiers, store: KvStore, pages: Sequence[tuple[BlockHash, BlockId]], root: HashRoot
     ) -> None:
         self.num_filled = 0
+        self.has_ended = False
         self._tiers = tiers
         self._store = store
         self._pages = pages
@@ -48,6 +49,12 @@ class _Filling:
 
     def run(self) -> None:
         """Fill pages up to the first whose block is not there."""
+        try:
+            self._fill()
+        finally:
+            self.has_ended = True
+
+    def _fill(self) -> None:
         for block_hash, block_id in self._pages:
             if self._is_over:
                 return
@@ -100,7 +107,8 @@ class TierReads:
                 await self._run(filling)
             finally:
                 try:
-                    await to_end(filling.stop)
+                    if not filling.has_ended:
+                        await to_end(filling.stop)
                 finally:
                     self._note(filling, self._clock.monotonic() - began_s)
                     if filling.num_filled:
