@@ -40,7 +40,7 @@ from common.ids import mint_handoff_id
 from engine.fake_pages import fake_shape
 from engine.request import EngineRequest
 from engine.steps.planner import StepPlanner
-from kv_tiers.files import OsFiles
+from kv_tiers.files import Files
 from kv_tiers.health import RETRY_S
 from kv_tiers.records import RECORD_BYTES
 from kv_tiers.tiers import Tiers, TierSettings
@@ -108,7 +108,7 @@ class Faults:
             on_read()
 
 
-class WorkerFiles(OsFiles):
+class WorkerFiles(Files):
     """The system's files with the faults of one worker."""
 
     def __init__(self, faults: Faults) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from common.block_hash import BlockHashes
 from common.clock import Clock
@@ -38,6 +39,7 @@ from worker.tier_reads import TierReads, piece_blocks
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 _GIB = 1 << 30
 _MAX_SHARE = 0.25
 """Most of the time that is spent on writing while the engine has work."""
@@ -54,10 +56,9 @@ _FLUSH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """Result of one piece."""
+class _Books:
+    """State of the tiers, and what has changed since the last one."""
 
-    num_missed: int
     capacity: int
     """Most blocks in all tiers."""
     changes: Sequence[Mapping[BlockHash, bool]]
@@ -94,7 +95,9 @@ class WorkerTiers:
         self._used: deque[BlockHashes] = deque()
         """Blocks of prompts that came since the last piece."""
         self._num_used = 0
-        self._is_busy = self._is_writing = False
+        self._is_busy = self._is_writing = self._may_return = False
+        self._turn = asyncio.Lock()
+        """Held while a piece is written and told of, and while blocks are forgotten."""
         self._woken, self._closing = asyncio.Event(), asyncio.Event()
         self._must_stop = False
         """Whether the thread that writes is to end after the block that it is at."""
@@ -127,7 +130,10 @@ class WorkerTiers:
             await end_all(list(late))
         self._reads.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
-        await to_end(self.tiers.close)
+        try:
+            await to_end(self.tiers.close)
+        except OSError:  # a disk that fails to the last
+            logger.exception("cannot close the tiers")
 
     def take(self, report: StepReport) -> KvEvents:
         """Take note of a step: what was published, and what the pages hold. Returns what routers are told."""
@@ -176,33 +182,52 @@ class WorkerTiers:
                 await self._closing.wait()
 
     async def _write_piece(self) -> None:
-        used, self._used, self._num_used = self._used, deque(), 0
-        piece = self._next_piece()
-        self._is_writing = True
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._thread, self._work_off, used, piece)
-            work = await asyncio.shield(running)
-            self.num_missed += work.num_missed
-            self._capacity = work.capacity
-            for i, changes in enumerate(work.changes):
-                if i:
-                    await asyncio.sleep(_PUBLISH_GAP_S)
-                self._on_changes(self._held.of_tiers(changes))
-        finally:
-            self._is_writing = False
+        async with self._turn:
+            used, self._used, self._num_used = self._used, deque(), 0
+            piece = self._next_piece()
+            self._is_writing = True
+            try:
+                self.num_missed += await self._in_thread(self._work_off, used, piece)
+                await self._tell_changes()
+            finally:
+                self._is_writing = False
+
+    async def _in_thread(self, work: Callable[..., _Result], *args: object) -> _Result:
+        """Run `work` in the thread that writes; a cancellation does not wait for it."""
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work, *args))
+
+    async def _tell_changes(self) -> None:
+        """Tell what has come to the tiers, or left them. Under `_turn`: a later change is told later."""
+        books = await self._in_thread(self._close_books)
+        self._capacity = books.capacity
+        for i, changes in enumerate(books.changes):
+            if i:
+                await asyncio.sleep(_PUBLISH_GAP_S)
+            self._on_changes(self._held.of_tiers(changes))
+
+    def _close_books(self) -> _Books:
+        changes = list(self.tiers.drain_changes().items())
+        return _Books(
+            capacity=_capacity_of(self.tiers),
+            changes=[dict(changes[i : i + _CHANGES_AT_ONCE]) for i in range(0, len(changes), _CHANGES_AT_ONCE)],
+        )
 
     async def forget(self, root: HashRoot) -> int:
         """Drop a tenant's blocks from all tiers and overwrite them on disk; returns how many there were.
 
-        What has left the pages before does not come in any more: the thread that writes does it between two pieces.
+        What has left the pages before does not come in any more: the piece that is being written ends first.
         """
-        num_blocks = await asyncio.get_running_loop().run_in_executor(self._thread, self.tiers.forget, root)
-        self._woken.set()  # changes are told with the next piece
+        async with self._turn:
+            self._may_return = self._reads.is_stuck
+            num_blocks = await self._in_thread(self.tiers.forget, root)
+            await self._tell_changes()
         return num_blocks
 
     @property
     def obstacle(self) -> str:
-        """Why the disk cannot be reached; empty: it can, or there is none."""
+        """Why blocks that were forgotten may still be here, or come back; empty: they do not."""
+        if self._may_return or self._reads.is_stuck:
+            return "a read that was given up still waits for the disk: run it again when it has answered"
         disk = self.tiers.stats().tiers.get(DISK)
         return "; ".join(self.alarms) if disk is not None and not disk.capacity else ""
 
@@ -218,8 +243,8 @@ class WorkerTiers:
                 self._miss(block)
         return piece
 
-    def _work_off(self, used: Iterable[BlockHashes], piece: Iterable[PublishedBlock]) -> _Work:
-        """Copy blocks from their pages into the tiers. In a thread."""
+    def _work_off(self, used: Iterable[BlockHashes], piece: Iterable[PublishedBlock]) -> int:
+        """Copy blocks from their pages into the tiers; returns how many were not. In a thread."""
         num_missed, left = 0, deque(piece)
         try:
             for hashes in used:
@@ -229,12 +254,7 @@ class WorkerTiers:
                 left.popleft()
         except Exception:  # a fault of the tiers costs blocks, never the worker
             logger.exception("cannot write to the tiers")
-        changes = list(self.tiers.drain_changes().items())
-        return _Work(
-            num_missed=num_missed + len(left),
-            capacity=_capacity_of(self.tiers),
-            changes=[dict(changes[i : i + _CHANGES_AT_ONCE]) for i in range(0, len(changes), _CHANGES_AT_ONCE)],
-        )
+        return num_missed + len(left)
 
     def _copy(self, block: PublishedBlock) -> bool:
         """Copy a block from its page; returns whether the tiers have it."""

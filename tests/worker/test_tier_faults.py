@@ -66,7 +66,9 @@ async def test_a_read_that_hangs_is_given_up_and_what_has_come_is_used(monkeypat
             assert worker.runtime.prefixes.tier_outcomes == {PullOutcome.TIMEOUT: 1}
             await fill_pages(pool)
             again = await pair.generate(prompt(2))
+            forgotten = await worker.runtime.forget(prompt(1).hash_root)
         assert again.num_cached == 0, "a disk that has not answered is not asked again"
+        assert "given up" in forgotten.trouble, "it may bring a block back"
         hung.num_reads_left = None
         hung.may_go.set()
         await until_written(worker)
