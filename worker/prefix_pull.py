@@ -136,7 +136,7 @@ class PrefixPuller:
         self._roots: Counter[HashRoot] = Counter()
         """Roots of running pulls."""
         self._running: dict[BlockHash, asyncio.Event] = {}
-        """Ends of running pulls, by first missing block: a chain has only one such block in a cache."""
+        """Ends of running pulls, by the blocks that were the first missing one of a chain since they began."""
 
     def is_fetching(self, root: HashRoot) -> bool:
         """Whether blocks of a root, or of an unknown one, are on their way into pages."""
@@ -256,7 +256,7 @@ class PrefixPuller:
                 return await fetch(landing)
             finally:
                 self._roots[root] -= 1
-                del self._running[key]
+                self._running = {key: end for key, end in self._running.items() if end is not ended}
                 ended.set()
 
     def _longest_s(self, landing: Landing) -> float:
@@ -283,8 +283,12 @@ class PrefixPuller:
     async def _read(self, landing: Landing) -> PullOutcome:
         assert self._tiers is not None, "there are no tiers"
 
+        ended = self._running[landing.hashes[landing.num_cached_blocks]]
+
         def commit(num_blocks: int) -> None:
             self._engine.post(lambda core: core.landings.commit(landing, num_blocks))
+            if num_blocks < len(landing.hashes):  # who comes now misses this one first
+                self._running.setdefault(landing.hashes[num_blocks], ended)
 
         num_read = await self._tiers.read(landing, commit)
         if not num_read:

@@ -90,7 +90,7 @@ class WorkerTiers:
         self._stride = piece_blocks(store.shape)
         self._capacity = _capacity_of(tiers)
         self._held = HeldBlocks()
-        self._held.of_tiers(tiers.drain_changes())
+        self._held.in_tiers.update(tiers.drain_changes())  # all that a predecessor has left
         self._offered: deque[PublishedBlock] = deque()
         self._used: deque[BlockHashes] = deque()
         """Blocks of prompts that came since the last piece."""

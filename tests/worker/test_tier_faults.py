@@ -15,7 +15,7 @@ from kvrelay.v1 import worker_pb2
 from prefill_worker import service
 from tests.builders import BLOCK_SIZE
 from tests.worker.cluster import make_runtime, running_pool, serve_runtime, until_empty
-from tests.worker.prefixes import PREFIX, prompt, where
+from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt, where
 from tests.worker.test_tiers import NUM_BLOCKS, fill_pages, settings, until_written
 from worker.prefix_pull import PullOutcome
 
@@ -76,6 +76,33 @@ async def test_a_read_that_hangs_is_given_up_and_what_has_come_is_used(monkeypat
         async with asyncio.timeout(30):
             while not (await pair.generate(prompt(3))).num_cached:
                 await fill_pages(pool)
+
+
+async def test_requests_for_one_prefix_read_it_once_though_the_second_comes_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.tier_reads._MAX_PIECE_BLOCKS", 2)
+    hung = HungTiers()
+    fakes: dict[str, dict[str, Any]] = {"prefill-0": {"tiers": hung.tiers, "num_blocks": NUM_BLOCKS}, "decode-0": {}}
+    async with running_pool(fakes) as pool, asyncio.timeout(60):
+        pair, worker = pool.pair("prefill-0", "decode-0"), pool.workers["prefill-0"]
+        await pair.generate(prompt(1, max_tokens=1))
+        await until_written(worker)
+        await fill_pages(pool)
+        hung.num_reads_left = 4
+        first = asyncio.create_task(pair.generate(prompt(2)))
+        while hung.num_reads_left >= 0:  # noqa: ASYNC110 - a thread counts it
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(pair.generate(prompt(3)))
+        while worker.runtime.num_request_tasks < 2:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.001)
+        for _ in range(10):
+            await worker.runtime.engine.call(lambda _core: None)
+        hung.may_go.set()
+        answers = await asyncio.gather(first, second)
+        assert [answer.num_cached for answer in answers] == [len(PREFIX)] * 2
+        assert hung.num_reads_left == 4 - PREFIX_BLOCKS
+        assert worker.runtime.prefixes.tier_outcomes == {PullOutcome.PULLED: 1, PullOutcome.PRESENT: 1}
 
 
 async def test_pages_of_a_read_that_was_given_up_are_not_written_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
