@@ -48,6 +48,8 @@ class VllmServerSpec:
     """Port on loopback; 0: a free one."""
     threads: int = 2
     kv_memory_gib: int = 1
+    num_blocks: int | None = None
+    """Pages of 32 tokens, in at most that memory; None: as many as fit."""
     max_model_len: int = 8192
     max_step_tokens: int | None = None
     """Token budget of one engine step; None: vLLM's own choice."""
@@ -122,6 +124,8 @@ def _arm(spec: VllmServerSpec, address: str, scratch: str) -> ArmSpec:
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if spec.max_step_tokens is not None:
         command += ["--max-num-batched-tokens", str(spec.max_step_tokens)]
+    if spec.num_blocks is not None:
+        command += ["--block-size", "32", "--num-gpu-blocks-override", str(spec.num_blocks)]
     if spec.nixl_port is not None:
         nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
         command += ["--kv-transfer-config", json.dumps(nixl)]
