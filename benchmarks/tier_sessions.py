@@ -204,7 +204,7 @@ def _ask(url: str, model: str, turn: Turn) -> Reply:
             if ttft_s is None and event.get("choices"):
                 ttft_s = time.monotonic() - began_s
             usage = event.get("usage") or usage
-    assert ttft_s is not None and usage is not None, f"an answer without tokens: {event}"  # noqa: PT018
+    assert ttft_s is not None and usage is not None, f"an answer without tokens: {event}"
     details = usage.get("prompt_tokens_details") or {}
     return Reply(ttft_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
 
