@@ -5,7 +5,7 @@
 Method: a disk tier of small blocks in a temporary folder; a block's bytes follow from its hash, so that every read can
 be checked. Each kind of fault is injected into many blocks: into their files while no process has them, into the
 running tier's files, or by the seam `kv_tiers.files.Files`. Afterwards every block is read. `wrong`: bytes that differ
-from those put. `lost`: blocks that no fault concerned and that were not returned. `hangs`: rounds that took over 10 s;
+from those put. `lost`: blocks that no fault concerned and that were not returned. `hangs`: calls that took over 10 s;
 an exception ends the run. `found`: what the tier counted, by kind. Each round of `kill writers` ends two child
 processes that write to one path.
 """
@@ -23,10 +23,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -106,21 +106,30 @@ class World:
         return replace(settings, fingerprint=fingerprint)
 
     def _opened(self) -> Tiers:
-        return Tiers.open(self.settings(), files=self.files, clock=self.clock)
+        with self._timed():
+            return Tiers.open(self.settings(), files=self.files, clock=self.clock)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun_s = time.perf_counter()
+        yield
+        self.outcome.hangs += time.perf_counter() - begun_s > _HANG_S
 
     def fill(self, count: int) -> list[int]:
         """Put new blocks and return their numbers; filling all slots evicts every other block."""
         numbers = list(range(self._next, self._next + count))
         self._next += count
-        for i in numbers:
-            self.tiers.put(hash_of(i), ROOT, memoryview(data_of(i, self.block_bytes)))
+        with self._timed():
+            for i in numbers:
+                self.tiers.put(hash_of(i), ROOT, memoryview(data_of(i, self.block_bytes)))
         return numbers
 
     def check(self, numbers: Iterable[int], *, untouched: Iterable[int] = (), tiers: Tiers | None = None) -> None:
         """Read blocks; those that no fault concerned must be there."""
         must = set(untouched)
         for i in {*numbers, *must}:
-            got = (tiers or self.tiers).get(hash_of(i), ROOT)
+            with self._timed():
+                got = (tiers or self.tiers).get(hash_of(i), ROOT)
             self.outcome.reads += 1
             self.outcome.wrong += got is not None and got != data_of(i, self.block_bytes)
             self.outcome.lost += got is None and i in must
@@ -428,11 +437,9 @@ def run(kind: Kind, num_faults: int, *, seed: int, folder: Path) -> Outcome:
     path = folder / kind.inject.__name__
     world = World(path, rng, num_slots=kind.num_slots, block_bytes=kind.block_bytes)
     while world.outcome.faults < num_faults:
-        begun = time.perf_counter()
         kind.inject(world)
         world.close()
         world.reopen()
-        world.outcome.hangs += time.perf_counter() - begun > _HANG_S
     world.close()
     shutil.rmtree(path)
     return world.outcome
@@ -448,6 +455,7 @@ def main() -> None:
     parser = command_line("tier_faults", __doc__)
     parser.add_argument("--faults", type=int, default=1_000_000, help="faults of all kinds together")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=[], help="kinds, such as torn_write")
     parser.add_argument("--jobs", type=int, default=2, help="kinds at a time")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -456,21 +464,19 @@ def main() -> None:
         return
     begun = time.perf_counter()
     table = Table("fault", "faults", "reads", "wrong", "lost", "hangs", "found")
-    outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(args.jobs, initializer=_begin) as pool:
-        counts = (max(kind.at_least, round(kind.share * args.faults)) for kind in KINDS)
-        runs = [
-            pool.submit(run, kind, num_faults, seed=args.seed, folder=Path(folder))
-            for kind, num_faults in zip(KINDS, counts, strict=True)
-        ]
-        for kind, running in zip(KINDS, runs, strict=True):
-            outcomes[kind.inject.__name__.replace("_", " ")] = running.result()
+        runs = {}
+        for kind in (kind for kind in KINDS if not args.only or kind.inject.__name__ in args.only):
+            num_faults = max(kind.at_least, round(kind.share * args.faults))
+            name = kind.inject.__name__.replace("_", " ")
+            runs[name] = pool.submit(run, kind, num_faults, seed=args.seed, folder=Path(folder))
+        outcomes = {name: running.result() for name, running in runs.items()}
     for name, outcome in (*outcomes.items(), ("all", total(outcomes.values()))):
         cells = (outcome.faults, outcome.reads, outcome.wrong, outcome.lost, outcome.hangs)
         found = ", ".join(f"{kind} {count:,}" for kind, count in outcome.found.most_common())
         table.add_row(name, *(f"{count:,}" for count in cells), found)
     terminal().print(table)
-    rows = {name: asdict(outcome) for name, outcome in outcomes.items()}
+    rows = {name: {**vars(outcome), "found": dict(outcome.found)} for name, outcome in outcomes.items()}
     took_s = time.perf_counter() - begun
     document = {"method": "benchmarks/tier_faults.py", "machine": machine(), "took_s": round(took_s), "kinds": rows}
     write_json(args.json, document)
