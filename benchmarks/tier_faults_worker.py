@@ -62,6 +62,8 @@ _NUM_SESSIONS = 14
 _NUM_CLIENTS = 5
 _LONGEST_S = 60.0
 """Time after which a call hangs."""
+_LEASE_S = 6.0
+"""Time after which a handoff whose other side was killed is given up: there is no router to notice it."""
 _SLOW_S = 0.06
 """A read of this time takes longer than computing."""
 LIMIT_S = 0.03
@@ -220,7 +222,7 @@ class World:
             tiers=tiers,
             num_blocks=_PAGES if name in PREFILLS else 3 * _PAGES,
             max_running=2,
-            lease_ttl_s=30.0,
+            lease_ttl_s=_LEASE_S,
         )
         store: Any = runtime.executor.kv
         read_blocks, lives = store.read_blocks, core_of(runtime.engine.core).pool.lives

@@ -86,6 +86,7 @@ class WorkerTiers:
         self._lives = lives
         self._clock = clock
         self._on_changes = on_changes
+        self._on_read = on_read
         self._reads = TierReads(tiers, store, clock, on_read)
         self._stride = piece_blocks(store.shape)
         self._capacity = _capacity_of(tiers)
