@@ -194,6 +194,14 @@ class CoreCalls(RuleBasedStateMachine):
         self.core.landings.release(landing)
         self.core.wake()
 
+    @rule()
+    def forget(self) -> None:
+        pool = self.core.pool
+        forgotten = self.core.forget(make_request([1]).hash_root)
+        held = [pool.ref_count(pool.block_of(block_hash)) for block_hash in pool.snapshot().stored]
+        assert all(held), "all requests have this root"
+        assert forgotten.is_in_use or not held
+
     @rule(prompt=PROMPTS)
     def pin(self, prompt: list[int]) -> None:
         self.pins.append(self.core.landings.pin(make_request(prompt).block_hashes))
