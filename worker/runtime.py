@@ -153,7 +153,7 @@ class WorkerRuntime:
             store=self.executor.kv,
             lives=lives,
             clock=self.clock,
-            on_changes=self.hub.publish,
+            on_changes=self._on_tier_changes,
             on_read=self.timing.observe_tier_read,
         )
 
@@ -319,6 +319,11 @@ class WorkerRuntime:
             self._share_timing()
         events = report.kv_events if self.tiers is None else self.tiers.take(report)
         self.hub.publish(events, report.accepted)
+
+    def _on_tier_changes(self, events: KvEvents) -> None:
+        assert self.tiers is not None, "there are no tiers"
+        self.load = self.tiers.measured(self.load)  # also while no step runs
+        self.hub.publish(events)
 
     async def forget(self, root: HashRoot) -> worker_pb2.ForgetBlocksResponse:
         """Drop the blocks of a root from pages and tiers, but for what requests and transfers use."""

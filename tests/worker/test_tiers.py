@@ -203,6 +203,9 @@ async def test_a_forgotten_tenant_finds_nothing_and_the_others_what_is_theirs(tm
         forgotten = await forget(worker, prompt(1))
         num_blocks = len(PREFIX) // BLOCK_SIZE + 1
         assert (forgotten.num_tier_blocks, forgotten.num_page_blocks, forgotten.trouble) == (num_blocks, num_blocks, "")
+        async with asyncio.timeout(60):
+            while worker.runtime.load.num_tier_blocks != num_blocks:  # noqa: ASYNC110 - no step tells it
+                await asyncio.sleep(0.001)
         async with watched(pool, "prefill-0") as updates:
             held = set(decode_events((await updates.read()).kv_events).stored)
         assert not held & set(prompt(1).block_hashes)
