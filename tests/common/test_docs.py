@@ -21,7 +21,7 @@ _QUANTITY = re.compile(
 )
 _COUNTED = re.compile(
     r"\b(workers|routers|requests|sequences|reservations|calls|connections|bookings|handoffs|pulls|plans|changes|cpus|gpus"
-    r"|refusals|threads|ranks)\b",
+    r"|refusals|threads|ranks|alarms)\b",
     re.IGNORECASE,
 )
 _IN_BACKTICKS = re.compile(r"`([\w.*-]+(?:/[\w.*-]+)*/?)`")
