@@ -61,6 +61,8 @@ class _Books:
 
     capacity: int
     """Most blocks in all tiers."""
+    alarms: tuple[str, ...]
+    """What is wrong with the tiers, and what to do."""
     changes: Sequence[Mapping[BlockHash, bool]]
     """Blocks that came to the tiers or left them, in pieces."""
 
@@ -89,6 +91,8 @@ class WorkerTiers:
         self._on_read = on_read
         self._reads = TierReads(tiers, store, clock, on_read)
         self._stride = piece_blocks(store.shape)
+        self.alarms = tiers.stats().alarms
+        """What was wrong with the tiers at their last use, and what to do. Any thread."""
         self._capacity = _capacity_of(tiers)
         self._held = HeldBlocks()
         self._held.in_tiers.update(tiers.drain_changes())  # all that a predecessor has left
@@ -111,11 +115,6 @@ class WorkerTiers:
     def num_waiting(self) -> int:
         """Blocks and prompts that are not worked off."""
         return len(self._offered) + len(self._used) + self._is_writing
-
-    @property
-    def alarms(self) -> tuple[str, ...]:
-        """What is wrong with the tiers now, and what to do. Any thread."""
-        return self.tiers.stats().alarms
 
     def start(self) -> None:
         """Begin to write."""
@@ -200,7 +199,7 @@ class WorkerTiers:
     async def _tell_changes(self) -> None:
         """Tell what has come to the tiers, or left them. Under `_turn`: a later change is told later."""
         books = await self._in_thread(self._close_books)
-        self._capacity = books.capacity
+        self._capacity, self.alarms = books.capacity, books.alarms
         for i, changes in enumerate(books.changes):
             if i:
                 await asyncio.sleep(_PUBLISH_GAP_S)
@@ -210,6 +209,7 @@ class WorkerTiers:
         changes = list(self.tiers.drain_changes().items())
         return _Books(
             capacity=_capacity_of(self.tiers),
+            alarms=self.tiers.stats().alarms,
             changes=[dict(changes[i : i + _CHANGES_AT_ONCE]) for i in range(0, len(changes), _CHANGES_AT_ONCE)],
         )
 
