@@ -79,11 +79,12 @@ class _GivenTiming(WorkerTiming):
 
 
 class _SimRuntime(WorkerRuntime):
-    """A runtime whose tiers take virtual time."""
+    """A runtime whose simulated tiers take virtual time."""
 
     def _with_tiers(self, tiers: Tiers) -> WorkerTiers:
+        if not isinstance(tiers, SimTierBlocks):
+            return super()._with_tiers(tiers)
         lives = self.engine.core.report_published()
-        assert isinstance(tiers, SimTierBlocks)
         assert lives is not None, "models with windows have no tiers"
         return SimWorkerTiers(
             tiers,
@@ -105,14 +106,15 @@ class SimWorker:
         executor: Executor,
         pace: WorkerSpeed,
         *,
-        tiers: Sequence[TierShape] = (),
+        tiers: Sequence[TierShape] | Tiers = (),
         make_engine: Callable[..., SimEngine] = SimEngine,
     ) -> None:
+        """`tiers`: shapes of simulated ones, which move no bytes, or real ones, whose reads take no time."""
         self.endpoint = endpoint
         self._make_engine = make_engine
         self._surroundings = surroundings
         self._times = pace.times
-        self._tiers = tiers
+        self._tiers = tiers if isinstance(tiers, Tiers) else cast("Tiers", SimTierBlocks(tiers)) if tiers else None
         self.runtime = _SimRuntime(
             config=surroundings.config,
             role=endpoint.role,
@@ -171,7 +173,7 @@ class SimWorker:
             connect=around.network.connect_from(self.endpoint.address),
             drive=self._drive,
             check_pull=allow_any,
-            tiers=cast("Tiers", SimTierBlocks(self._tiers)) if self._tiers else None,
+            tiers=self._tiers,
         )
 
     def _drive(self, executor: Executor, setup: EngineSetup) -> EngineDriver:

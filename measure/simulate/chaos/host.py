@@ -12,6 +12,7 @@ from engine.events import Tokens
 from engine.fake import FakeExecutor
 from engine.steps.group import Emitted, Group
 from engine.steps.plan import StepPlan
+from kv_tiers.tiers import Tiers
 from kvrelay.v1 import worker_pb2
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.engine import SimEngine
@@ -72,7 +73,7 @@ class Host:
         self,
         endpoint: WorkerEndpoint,
         world: SharedWorld,
-        make_executor: Callable[[], FakeExecutor],
+        make_model: Callable[[], tuple[FakeExecutor, Tiers | None]],
         poisons: PoisonBook,
         *,
         draw_down_s: Callable[[], float],
@@ -85,7 +86,7 @@ class Host:
         self.endpoint = endpoint
         self._world = world
         self._loop = world.loop
-        self._make_executor = make_executor
+        self._make_model = make_model
         self._poisons = poisons
         self._draw_down_s = draw_down_s
         self._on_tokens = on_tokens
@@ -140,7 +141,15 @@ class Host:
 
     def _make_worker(self) -> SimWorker:
         pace = WorkerSpeed(times=self._times)
-        return SimWorker(self.endpoint, self._world, self._make_executor(), pace, make_engine=self._make_engine)
+        executor, tiers = self._make_model()
+        return SimWorker(
+            self.endpoint,
+            self._world,
+            executor,
+            pace,
+            tiers=() if tiers is None else tiers,
+            make_engine=self._make_engine,
+        )
 
     def _make_engine(self, *arguments: Any, **options: Any) -> SimEngine:
         engine = _Engine(*arguments, **options)

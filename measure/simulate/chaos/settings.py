@@ -104,6 +104,8 @@ class ChaosSettings:
     """Mean time after which these cancel."""
     num_blocks: int = 96
     """Pages of KV of each worker: twelve requests may run at once, of 3 to 23 pages each."""
+    num_tier_blocks: int = 0
+    """Blocks of each worker's tier in memory; 0: it has none."""
     num_flooding: int = 40
     """Requests of a flood."""
     timeout_s: float = 600.0
@@ -129,6 +131,8 @@ class ChaosSettings:
 
 FOURTH_EDITION = 20_000
 """First seed of walks in which routers die."""
+FIFTH_EDITION = 30_000
+"""First seed of walks in which workers have tiers."""
 _SHARES = (0.15, 0.3, 0.6)
 """Shares of the kinds of faults that are on."""
 
@@ -158,7 +162,10 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
     settings = replace(settings, faults=faults | flips, direct_share=later.choice((0.0, 0.3)))
     # The fourth edition added this one.
     has_crashes = seed >= FOURTH_EDITION and later.random() < share
-    return replace(settings, faults=settings.faults | {FaultKind.ROUTER_CRASH}) if has_crashes else settings
+    if has_crashes:
+        settings = replace(settings, faults=settings.faults | {FaultKind.ROUTER_CRASH})
+    # The fifth edition added tiers.
+    return replace(settings, num_tier_blocks=later.choice((0, 64, 512))) if seed >= FIFTH_EDITION else settings
 
 
 def draw_first_settings(seed: int, *, num_requests: int) -> ChaosSettings:

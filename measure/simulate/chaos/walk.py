@@ -9,6 +9,8 @@ from functools import partial
 from common.config import PoolConfig, PoolsConfig, RouterConfig, ServingConfig, TransferConfig
 from common.ids import RequestId, seeded_ids
 from engine.fake import FakeExecutor
+from engine.kv_store import KvShape
+from kv_tiers.tiers import Tiers, TierSettings
 from measure.simulate.chaos.audit import GONE_S, Audit
 from measure.simulate.chaos.clients import Clients
 from measure.simulate.chaos.host import Host
@@ -93,13 +95,14 @@ class _Walk:
             loop=self._loop, network=self._network, config=self._config, log=TokenLog(), report_interval_s=0.05
         )
 
-        def executor(number: int) -> FakeExecutor:
-            num_blocks = self._settings.num_blocks
-            return FakeExecutor(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_steps_in_flight=1 + number % 2)
+        def model(number: int) -> tuple[FakeExecutor, Tiers | None]:
+            num_blocks, num_tier_blocks = self._settings.num_blocks, self._settings.num_tier_blocks
+            executor = FakeExecutor(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_steps_in_flight=1 + number % 2)
+            return executor, _tiers(executor.kv.shape, num_tier_blocks) if num_tier_blocks else None
 
         return [
             Host(
-                *(endpoint, world, lambda number=number: executor(number), self._poisons),
+                *(endpoint, world, lambda number=number: model(number), self._poisons),
                 draw_down_s=lambda: self._draw.uniform(0.0, self._settings.max_down_s),
                 on_tokens=partial(self._audit.take, endpoint.worker_id),
             )
@@ -256,4 +259,17 @@ def _config(settings: ChaosSettings) -> ServingConfig:
         pools=PoolsConfig(prefill=pool, decode=pool),
         transfer=TransferConfig(transports=("grpc",), chunk_bytes=4096, lease_ttl_s=4.0),
         router=RouterConfig(metrics_port=None),
+    )
+
+
+def _tiers(shape: KvShape, num_blocks: int) -> Tiers:
+    """Return a tier in memory with real bytes, under the worker's own code."""
+    return Tiers.open(
+        TierSettings(
+            host_bytes=num_blocks * shape.block_bytes,
+            disk_bytes=0,
+            path=None,
+            fingerprint=shape.fingerprint,
+            block_bytes=shape.block_bytes,
+        )
     )

@@ -25,6 +25,7 @@ from measure.simulate.chaos.settings import ChaosSettings, FaultKind, draw_first
 from measure.simulate.chaos.walk import BLOCK_SIZE, DRAIN_BOUND_S, run_walk
 from measure.simulate.faults import FaultRates
 from tests.clock import ManualClock
+from worker.worker_tiers import WorkerTiers
 
 BAD_WEEK = FaultRates(
     lose=0.01, repeat=0.01, delay=0.1, max_delay_s=1.0, stall=0.001, stall_s=6.0, corrupt=0.02, tear=0.02
@@ -71,6 +72,20 @@ FOUND: dict[str, ChaosSettings] = {
     ),
 }
 """Walks that once broke an invariant, just long enough to break it again without the mend."""
+
+
+def test_walk_with_tiers_breaks_no_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = WorkerTiers.read
+
+    async def counted(self: WorkerTiers, *args: Any) -> int:
+        reads.append(await read(self, *args))
+        return reads[-1]
+
+    monkeypatch.setattr(WorkerTiers, "read", counted)
+    settings = replace(draw_settings(30007, num_requests=120), num_blocks=32, num_tier_blocks=512)
+    assert run_walk(settings).violations == []
+    assert any(reads), "blocks came back"
 
 
 @pytest.mark.parametrize("settings", FOUND.values(), ids=FOUND)
