@@ -98,6 +98,8 @@ class PullingRequest:
     """For `Engine.add`: the place in the queue and the pulled blocks; None before the first pull."""
     is_kept: bool = True
     """Whether its blocks may be kept in tiers."""
+    lacks_room: bool = False
+    """Whether it waits for pages: what computes needs them, too."""
 
 
 _BY_ERROR: dict[type[KvrelayError], PullOutcome] = {
@@ -133,6 +135,8 @@ class PrefixPuller:
         self._tiers = tiers
         self._prefill_s = prefill_s
         """Predicts the seconds to compute some tokens behind some cached ones."""
+        self._stepped = asyncio.Event()
+        """Set by the next step, which may free pages."""
         self._roots: Counter[HashRoot] = Counter()
         """Roots of running pulls."""
         self._running: dict[BlockHash, asyncio.Event] = {}
@@ -156,6 +160,11 @@ class PrefixPuller:
         finally:
             if arrival.landing is not None:
                 self._release(arrival.landing)
+
+    def note_step(self) -> None:
+        """Look again for pages: a step may have freed some."""
+        self._stepped.set()
+        self._stepped = asyncio.Event()
 
     async def fetch(
         self,
@@ -207,7 +216,7 @@ class PrefixPuller:
             async with asyncio.timeout(None) as limit:
                 outcome = await self._land_and_fetch(arrival, hashes, root, fetch, limit)
         except TimeoutError:
-            outcome = PullOutcome.TIMEOUT
+            outcome = PullOutcome.NO_ROOM if arrival.lacks_room else PullOutcome.TIMEOUT
         except KvrelayError as error:
             outcome = _BY_ERROR.get(type(error), PullOutcome.REFUSED)
         finally:
@@ -249,7 +258,12 @@ class PrefixPuller:
                 await other.wait()
                 continue
             if refused is not None:
-                return PullOutcome.NO_ROOM
+                if limit is None:
+                    return PullOutcome.NO_ROOM
+                arrival.lacks_room = True
+                await self._stepped.wait()
+                continue
+            arrival.lacks_room = False
             ended = self._running[key] = asyncio.Event()
             self._roots[root] += 1
             try:
