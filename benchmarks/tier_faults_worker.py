@@ -19,6 +19,7 @@ stopped or moved meanwhile. At the end nothing may be held: pages, leases, threa
 
 import asyncio
 import errno
+import gc
 import os
 import random
 import resource
@@ -220,8 +221,8 @@ class World:
             name,
             transports=("grpc",),
             tiers=tiers,
-            num_blocks=_PAGES if name in PREFILLS else 3 * _PAGES,
-            max_running=2,
+            num_blocks=_PAGES if name in PREFILLS else 4 * _PAGES,
+            max_running=2 if name in PREFILLS else 12,
             lease_ttl_s=_LEASE_S,
         )
         store: Any = runtime.executor.kv
@@ -337,6 +338,8 @@ class World:
         common = [self._arm, self._flip_disk, self._flip_memory, self._twins, self._stranger, self._arm]
         rare: list[Callable[[], Awaitable[None]]] = [
             self._cancel,
+            self._cancel,
+            self._cancel,
             self._burst,
             self._vanish,
             self._kill,
@@ -406,7 +409,8 @@ class World:
 
     async def _cancel(self) -> None:
         name = self.rng.choice(PREFILLS)
-        pair, handoff_id, request = self.pool.pair(name, "decode-0"), mint_handoff_id(), self._request(0, "")
+        request = self._request(self.rng.randrange(_NUM_SESSIONS), "")
+        pair, handoff_id = self.pool.pair(name, "decode-0"), mint_handoff_id()
         reading = self._until_read(name)
         decode = pair.open_decode(request, handoff_id)
 
@@ -481,6 +485,7 @@ class World:
 
 def _held() -> dict[str, int]:
     """Return what this process holds; its shared memory is in open files."""
+    gc.collect()  # workers that have ended are in cycles
     files = Path("/proc/self/fd")
     return {
         "threads": sum(thread.name.startswith(("tier-", "engine")) for thread in threading.enumerate()),
