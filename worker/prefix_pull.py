@@ -30,6 +30,7 @@ from common.ids import NO_ROOT, BlockHash, Epoch, HashRoot, WorkerId
 from common.pooling import Pooling
 from common.prefix_chains import PrefixChain
 from common.tracing import Stages
+from engine.events import EngineLoad
 from engine.interface import Engine
 from engine.request import EngineRequest, Retention
 from engine.steps.landing import Landing
@@ -135,8 +136,9 @@ class PrefixPuller:
         self._tiers = tiers
         self._prefill_s = prefill_s
         """Predicts the seconds to compute some tokens behind some cached ones."""
-        self._stepped = asyncio.Event()
-        """Set by the next step, which may free pages."""
+        self._load = engine.core.load()
+        self._freed = asyncio.Event()
+        """Set when there may be room for a pull that there was none for."""
         self._roots: Counter[HashRoot] = Counter()
         """Roots of running pulls."""
         self._running: dict[BlockHash, asyncio.Event] = {}
@@ -161,10 +163,12 @@ class PrefixPuller:
             if arrival.landing is not None:
                 self._release(arrival.landing)
 
-    def note_step(self) -> None:
-        """Look again for pages: a step may have freed some."""
-        self._stepped.set()
-        self._stepped = asyncio.Event()
+    def note_load(self, load: EngineLoad) -> None:
+        """Look again for pages when some have become free, or a request that waited for them has gone."""
+        before, self._load = self._load, load
+        if load.num_used_blocks < before.num_used_blocks or load.num_waiting < before.num_waiting:
+            self._freed.set()
+            self._freed = asyncio.Event()
 
     async def fetch(
         self,
@@ -246,6 +250,7 @@ class PrefixPuller:
         limit: asyncio.Timeout | None,
     ) -> PullOutcome:
         while True:
+            freed = self._freed  # as of before it is refused: pages may be freed before this task goes on
             landing, refused = await self._land(arrival, hashes, root)
             if landing.num_missing_blocks == 0:
                 return PullOutcome.PRESENT
@@ -261,7 +266,7 @@ class PrefixPuller:
                 if limit is None:
                     return PullOutcome.NO_ROOM
                 arrival.lacks_room = True
-                await self._stepped.wait()
+                await freed.wait()
                 continue
             arrival.lacks_room = False
             ended = self._running[key] = asyncio.Event()

@@ -319,7 +319,7 @@ class WorkerRuntime:
             self._share_timing()
         events = report.kv_events if self.tiers is None else self.tiers.take(report)
         self.hub.publish(events, report.accepted)
-        self.prefixes.note_step()
+        self.prefixes.note_load(report.load)
 
     def _on_tier_changes(self, events: KvEvents) -> None:
         assert self.tiers is not None, "there are no tiers"

@@ -18,9 +18,9 @@ from kv_tiers.tiers import TierSettings
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.worker.calls import allowed, messages, spec_of, until_prefilled
-from tests.worker.cluster import Pool, make_runtime, running_pool, until_empty, watched
+from tests.worker.cluster import Pool, core_of, make_runtime, running_pool, until_empty, until_taken_in, watched
 from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, outcomes, prompt, where
-from worker.prefix_pull import PullOutcome
+from worker.prefix_pull import PrefixPuller, PullOutcome
 from worker.service import WorkerService
 from worker.serving import RunningWorker
 
@@ -123,6 +123,25 @@ async def test_another_worker_pulls_what_its_source_has_offloaded() -> None:
         answer = await pool.pair("prefill-1", "decode-0").generate(prompt(2), where(source))
         assert answer.num_pulled == len(PREFIX)
         assert source.runtime.prefixes.tier_outcomes == {PullOutcome.PULLED: 1}
+
+
+async def test_a_prompt_waits_for_pages_into_which_its_blocks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixPuller, "_longest_s", lambda _self, _landing: 60.0)
+    async with running_pool(workers()) as pool:
+        pair, worker = pool.pair("prefill-0", "decode-0"), pool.workers["prefill-0"]
+        await pair.generate(prompt(1))
+        await until_written(worker)
+        await fill_pages(pool)
+        engine, outcomes = worker.runtime.engine, worker.runtime.prefixes.tier_outcomes
+        taken = await engine.call(lambda core: core_of(core).pool.allocate(NUM_BLOCKS - 2))
+        asking = asyncio.create_task(pair.generate(prompt(1)))
+        await until_taken_in(worker, 1)
+        for _ in range(3):  # steps in which there is no room
+            await engine.call(lambda core: core.load())
+        assert not asking.done() and not outcomes
+        await engine.call(lambda core: core_of(core).pool.release(taken))
+        assert (await asking).num_cached == len(PREFIX) + 4
+        assert outcomes == {PullOutcome.PULLED: 1}
 
 
 async def test_routers_hear_where_blocks_are() -> None:
