@@ -221,13 +221,13 @@ class PoolsConfig(Section):
 class TiersConfig(Section):
     """Where each worker keeps cached blocks that its pages have no room for. [What they are worth](tiers.md)."""
 
-    host_gib: Annotated[float, Field(ge=0), Need.WORKERS] = 0.0
+    host_gib: Annotated[float, Field(ge=0, allow_inf_nan=False), Need.WORKERS] = 0.0
     """GiB of host memory in each worker; 0: none. Worth it beside a GPU; on a CPU pages are host memory already."""
-    disk_gib: Annotated[float, Field(ge=0), Need.WORKERS] = 0.0
+    disk_gib: Annotated[float, Field(ge=0, allow_inf_nan=False), Need.WORKERS] = 0.0
     """GiB on disk for each worker, sealed by keys that only the routers can make, and found again after a restart; 0:
     none."""
     path: Annotated[Path | None, Need.WORKERS] = None
-    """Folder on a local file system of each host, of this cluster alone. Needed with `disk_gib`."""
+    """Folder on a local file system of each host, of this cluster alone: absolute or below `~`. `disk_gib` needs it."""
 
     @property
     def is_on(self) -> bool:
@@ -236,8 +236,10 @@ class TiersConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "TiersConfig":
+        if self.path is not None and not self.path.is_absolute() and self.path.parts[:1] != ("~",):
+            raise ValueError(f"path: '{self.path}' is relative; name a folder of each host, from / or ~/ on")
         if self.disk_gib and self.path is None:
-            raise ValueError("tiers.path: missing; tiers.disk_gib needs a folder on a local file system of each host")
+            raise ValueError("path: missing; disk_gib needs a folder on a local file system of each host")
         return self
 
 

@@ -46,11 +46,6 @@ def test_rates_are_of_all_bytes(tmp_path: Path) -> None:
     assert 0 < speed.write < 1e12
 
 
-def test_disk_without_a_folder_is_refused_by_its_key() -> None:
-    with pytest.raises(Exception, match=r"tiers\.path"):
-        parse_config({"tiers": {"disk_gib": 1}}, source="test")
-
-
 def test_tiers_with_an_engine_that_has_its_own_are_refused() -> None:
     with pytest.raises(Exception, match="vllm cannot do that"):
         parse_config({"tiers": {"host_gib": 1}, "model": {"engine": "vllm"}}, source="test")
