@@ -190,7 +190,7 @@ def open_store(path: Path, geometry: Geometry, files: Files) -> Store:
     Raises OSError and TierFault.
     """
     if not geometry.num_slots:
-        raise TierFault(FaultKind.FULL, f"its size is less than a block of {geometry.block_bytes} bytes")
+        raise TierFault(FaultKind.FULL, f"tiers.disk_gib is less than a block of {geometry.block_bytes} bytes")
     folder = claim(path, geometry.key, files)
     medium = DiskMedium(folder, geometry, files)
     try:

@@ -36,3 +36,10 @@ class TierFault(Exception):
     def __init__(self, kind: FaultKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error says, without its number."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -3,7 +3,7 @@
 import logging
 
 from common.clock import Clock
-from kv_tiers.faults import FaultKind, TierFault
+from kv_tiers.faults import FaultKind, TierFault, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Health:
         elif fault.kind is FaultKind.FLIPPED:
             pass  # costs its block alone: what lies beside it may be whole
         elif fault.kind is FaultKind.FULL:
-            self._raise(f"the disk tier takes no more blocks: {fault}; free space, or make it smaller")
+            self._raise(f"the disk tier takes no more blocks: {fault}; free space, or lower tiers.disk_gib")
         else:
             self._num_in_a_row += 1
             return fault.kind is FaultKind.VANISHED or self._num_in_a_row >= MAX_FAULTS_IN_A_ROW
@@ -38,7 +38,8 @@ class Health:
     def turn_off(self, reason: Exception) -> None:
         """Note that there is no tier now, and why."""
         self._num_in_a_row = 0
-        self._raise(f"the disk tier is off: {reason}; it is tried again every {RETRY_S:.0f} s")
+        key = "tiers.path: " if isinstance(reason, OSError) else ""
+        self._raise(f"the disk tier is off: {key}{reason_of(reason)}; it is tried again every {RETRY_S:.0f} s")
 
     def begin_retry(self) -> bool:
         """Return whether it is time to try again: True for one caller in each period."""

@@ -19,7 +19,7 @@ from common.clock import Clock, SystemClock
 from common.ids import BlockHash, HashRoot
 from common.trust.sealing import root_tag
 from kv_tiers import disk
-from kv_tiers.faults import TierFault
+from kv_tiers.faults import TierFault, reason_of
 from kv_tiers.files import Files
 from kv_tiers.health import Health
 from kv_tiers.media import HostMedium
@@ -202,7 +202,8 @@ class Tiers:
         try:
             medium = HostMedium(num_slots, self._settings.block_bytes)
         except (OSError, ValueError, OverflowError) as error:
-            self._host_alarm = f"cannot have a host tier of {self._settings.host_bytes} bytes: {error}"
+            size = f"{self._settings.host_bytes / (1 << 30):g} GiB"
+            self._host_alarm = f"cannot have a host tier of {size}: {reason_of(error)}; lower tiers.host_gib"
             logger.warning("%s", self._host_alarm)
             return
         self._open[HOST] = Tier(medium, Slots(num_slots), self._surroundings(HOST))

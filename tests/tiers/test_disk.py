@@ -372,7 +372,7 @@ def test_path_that_is_a_file_is_an_alarm_and_host_memory_goes_on(tmp_path: Path)
     (tmp_path / "file").write_text("")
     tiers = Tiers.open(settings(host=1, disk=4, path=tmp_path / "file"))
     fill(tiers, 1)
-    assert "the disk tier is off" in tiers.stats().alarms[0]
+    assert f"the disk tier is off: tiers.path: {tmp_path / 'file'}: File exists;" in tiers.stats().alarms[0]
     assert readable(tiers, [1]) == {1} and tiers.stats().tiers["disk"].capacity == 0
     tiers.close()
 
