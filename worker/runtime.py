@@ -32,6 +32,7 @@ from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
 from kv_transfer.serve import KvTransferService, ServeSettings
 from kv_transfer.transports.registry import WorkerTransports
+from kv_transfer.transports.transport import to_end
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from worker.environment import Environment
 from worker.factory import limits_for
@@ -44,7 +45,7 @@ from worker.prefix_pull import PrefixPuller
 from worker.recent_steps import RecentSteps
 from worker.request import engine_request
 from worker.timing import WorkerTiming
-from worker.worker_tiers import WorkerTiers
+from worker.worker_tiers import WorkerTiers, left_on_disk
 
 logger = logging.getLogger(__name__)
 
@@ -334,6 +335,8 @@ class WorkerRuntime:
         if self.tiers is not None:  # after the pages: what waits to be written from one without its block never is
             num_in_tiers = await self.tiers.forget(root)
             troubles.append(self.tiers.obstacle)
+        else:
+            troubles.append(await to_end(left_on_disk, self.config.tiers))
         if is_in_use or pages.is_in_use or self.prefixes.is_fetching(root):
             troubles.append("requests or transfers use some of the blocks: run it again when they have ended")
         return worker_pb2.ForgetBlocksResponse(

@@ -316,3 +316,15 @@ def open_tiers(config: TiersConfig, shape: KvShape) -> Tiers | None:
             block_bytes=shape.block_bytes,
         )
     )
+
+
+def left_on_disk(config: TiersConfig) -> str:
+    """Return why a worker without tiers may leave blocks on disk; empty: the folder has none. Reads the folder."""
+    if config.path is None:
+        return ""
+    folder = config.path.expanduser()
+    try:
+        is_empty = not any(folder.iterdir())
+    except OSError:
+        is_empty = not folder.is_dir()
+    return "" if is_empty else f"tiers are off, and {folder} still has files: remove it"

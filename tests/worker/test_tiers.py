@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.config import TiersConfig
 from common.ids import mint_handoff_id
 from common.kv_events import decode_events
 from common.process import CannotStart
@@ -285,6 +286,15 @@ async def test_worker_whose_tier_folder_cannot_be_used_serves_and_its_status_say
         assert "disk tier is off" in alarm
         assert str(taken) in alarm
         assert gauge(pool.workers["prefill-0"], "kvrelay_tier_alarms") == 1
+
+
+async def test_forget_tells_of_files_that_tiers_left_before_they_were_turned_off(tmp_path: Path) -> None:
+    async with running_pool({"prefill-0": {}}) as pool:
+        runtime = pool.workers["prefill-0"].runtime
+        runtime.config = runtime.config.model_copy(update={"tiers": TiersConfig(path=tmp_path)})
+        assert (await runtime.forget(prompt(1).hash_root)).trouble == ""
+        (tmp_path / "blocks").touch()
+        assert f"{tmp_path} still has files: remove it" in (await runtime.forget(prompt(1).hash_root)).trouble
 
 
 async def test_a_model_with_window_pages_refuses_tiers() -> None:
