@@ -102,11 +102,7 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     yield ok(VERSIONS, ", ".join(f"{name} {version or 'none'}" for name, version in names.items()))
     yield _packages(config, host)
     yield from check_model(config)
-    free_gib = host.available_bytes / _GIB
-    if free_gib < 1.0:
-        yield warning("memory", f"only {free_gib:.1f} GiB are free", "stop other programs, or use a smaller model")
-    else:
-        yield ok("memory", f"{free_gib:.1f} GiB free")
+    yield _memory(config, host, is_up=is_up)
     yield _cores(config, host)
     yield _disk("disk of the cache", cache_dir(), CACHE_ENV, host)
     yield _disk("disk of temporary files", Path(tempfile.gettempdir()), "TMPDIR", host)
@@ -120,6 +116,17 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     yield check_doors(config)
     if config.launcher == "ray":
         yield _ray(host, is_up=is_up)
+
+
+def _memory(config: ServingConfig, host: HostFacts, *, is_up: bool) -> DoctorFinding:
+    free_gib = host.available_bytes / _GIB
+    num_workers = config.pools.prefill.count + config.pools.decode.count
+    if free_gib < 1.0:
+        return warning("memory", f"only {free_gib:.1f} GiB are free", "stop other programs, or use a smaller model")
+    if config.launcher == "local" and not is_up and config.tiers.host_gib * num_workers > free_gib:
+        detail = f"{free_gib:.1f} GiB free for tiers of {config.tiers.host_gib:g} GiB in each of {num_workers} workers"
+        return warning("memory", detail, "lower tiers.host_gib: a host without memory ends processes")
+    return ok("memory", f"{free_gib:.1f} GiB free")
 
 
 def _gpus(config: ServingConfig, host: HostFacts) -> DoctorFinding:

@@ -48,7 +48,11 @@ def measure_folder(folder: Path, *, num_bytes: int = _SAMPLE_BYTES) -> FolderSpe
 def check_tiers(config: ServingConfig) -> Iterator[DoctorFinding]:
     """Yield whether the folder of the disk tier takes what it is to take, and how fast. Takes a second."""
     tiers = config.tiers
-    if not tiers.disk_gib or tiers.path is None:
+    if tiers.path is None:
+        return
+    if not tiers.disk_gib:
+        detail = f"there is none: tiers.path is {tiers.path}, tiers.disk_gib is 0"
+        yield warning(_SUBJECT, detail, "set tiers.disk_gib, or remove tiers.path and this folder")
         return
     folder = tiers.path.expanduser()
     try:

@@ -132,6 +132,13 @@ def test_healthy_host_has_only_good_findings() -> None:
             Health.WARNING,
             "count or pools.*.tensor_parallel",
         ),
+        (
+            RANDOM | {"launcher": "local", "tiers": {"host_gib": 9}},
+            {},
+            "memory",
+            Health.WARNING,
+            "16.0 GiB free for tiers of 9 GiB in each of 2 workers; lower tiers.host_gib",
+        ),
         ({"model": {}}, {}, "model files", Health.WARNING, "`kvrelay up` fetches it"),
         (RANDOM | THREE_RANKS, {}, "ranks", Health.FAILURE, "pools.prefill.tensor_parallel: cannot cut"),
     ],

@@ -19,8 +19,13 @@ def test_a_folder_is_measured_and_left_empty(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_cluster_without_tiers_has_nothing_to_check(tmp_path: Path) -> None:
-    assert list(check_tiers(config(tmp_path, disk_gib=0))) == []
+def test_a_cluster_without_tiers_has_nothing_to_check() -> None:
+    assert list(check_tiers(parse_config({"tiers": {"host_gib": 1}}, source="test"))) == []
+
+
+def test_a_folder_without_a_size_is_told_to_be_no_tier(tmp_path: Path) -> None:
+    (finding,) = check_tiers(config(tmp_path / "new", disk_gib=0))
+    assert "tiers.disk_gib is 0" in finding.detail and not (tmp_path / "new").exists()
 
 
 def test_too_little_space_is_told_before_the_disk_is_full(tmp_path: Path) -> None:
