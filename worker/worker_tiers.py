@@ -60,7 +60,7 @@ class _Books:
     """State of the tiers, and what has changed since the last one."""
 
     capacity: int
-    """Most blocks in all tiers."""
+    """Most blocks in all tiers, each counted once."""
     alarms: tuple[str, ...]
     """What is wrong with the tiers, and what to do."""
     changes: Sequence[Mapping[BlockHash, bool]]
@@ -147,7 +147,8 @@ class WorkerTiers:
 
     def measured(self, load: EngineLoad) -> EngineLoad:
         """Return a load with how full the tiers are."""
-        return replace(load, num_tier_blocks=len(self._held.in_tiers), max_tier_blocks=self._capacity)
+        num_held = len(self._held.in_tiers)  # more than the larger tier holds, where one has missed writes
+        return replace(load, num_tier_blocks=num_held, max_tier_blocks=max(self._capacity, num_held))
 
     async def snapshot(self, of_pages: KvEvents) -> KvEvents:
         """Return all blocks that the worker holds; `of_pages`: those in pages."""
@@ -300,7 +301,8 @@ class WorkerTiers:
 
 
 def _capacity_of(tiers: Tiers) -> int:
-    return sum(counts.capacity for counts in tiers.stats().tiers.values())
+    """Return the most blocks, each counted once: the larger tier is written what the smaller one is."""
+    return max((counts.capacity for counts in tiers.stats().tiers.values()), default=0)
 
 
 def open_tiers(config: TiersConfig, shape: KvShape) -> Tiers | None:

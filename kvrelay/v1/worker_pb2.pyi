@@ -496,7 +496,7 @@ class LoadReport(_message.Message):
     num_tier_blocks: _builtins.int
     """Blocks in the worker's tiers, those that are in pages, too, included."""
     max_tier_blocks: _builtins.int
-    """The most blocks that its tiers hold; 0: it has none."""
+    """The most blocks that its tiers hold, each counted once; 0: it has none."""
     @_builtins.property
     def tier_alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is wrong with its tiers now, and what to do."""

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from common.kv_events import decode_events
 from common.process import CannotStart
 from engine.fake_pages import FakeWindow, fake_shape
 from engine.request import EngineRequest
-from kv_tiers.tiers import TierSettings
+from kv_tiers.tiers import Tiers, TierSettings
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.worker.calls import allowed, messages, spec_of, until_prefilled
@@ -101,6 +102,17 @@ async def test_blocks_that_left_the_pages_come_back_from_a_tier(tmp_path: Path, 
         assert again.num_cached == len(PREFIX) + 4  # all full blocks but that of the last token
         assert again.tokens == first.tokens
         assert worker.runtime.prefixes.tier_outcomes == {PullOutcome.PULLED: 1}
+
+
+async def test_room_of_two_tiers_is_that_of_the_larger_one_since_both_have_the_same(tmp_path: Path) -> None:
+    both = replace(settings(tmp_path, num_blocks=8), host_bytes=4 * SHAPE.block_bytes)
+    room = Tiers.open(both)
+    sizes = [counts.capacity for counts in room.stats().tiers.values()]
+    room.close()
+    async with running_pool({"prefill-0": {"tiers": both, "num_blocks": NUM_BLOCKS}, "decode-0": {}}) as pool:
+        await pool.pair("prefill-0", "decode-0").generate(prompt(1))
+        await until_written(pool.workers["prefill-0"])
+        assert gauge(pool.workers["prefill-0"], "kvrelay_tier_blocks_max") == max(sizes) < sum(sizes)
 
 
 async def test_a_restarted_worker_has_the_blocks_of_its_predecessor(tmp_path: Path) -> None:
