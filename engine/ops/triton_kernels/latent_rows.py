@@ -23,7 +23,7 @@ class LatentPages:
     """Factor of scores."""
 
     def __post_init__(self) -> None:
-        assert self.rows[0].is_contiguous(), "tokens are found in a page by its sizes"
+        assert self.rows.select(0, 0).is_contiguous(), "tokens are found in a page by its sizes"
 
     @property
     def block_size(self) -> int:

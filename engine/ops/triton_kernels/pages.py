@@ -37,7 +37,7 @@ class LayerPages:
 
     def __post_init__(self) -> None:
         assert self.keys.stride() == self.values.stride(), "keys and values are found at the same offsets"
-        assert self.keys[0].is_contiguous(), "tokens are found in a page by its sizes"
+        assert self.keys.select(0, 0).is_contiguous(), "tokens are found in a page by its sizes"
 
     @property
     def block_size(self) -> int:
