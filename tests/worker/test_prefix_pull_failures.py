@@ -129,7 +129,8 @@ async def test_cancel_while_pulling_frees_everything_and_tells_the_source(cancel
         assert outcomes(puller) == {PullOutcome.CANCELLED: 1}
 
 
-async def test_pull_without_room_computes_instead() -> None:
+async def test_pull_without_room_in_the_time_of_computing_computes_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.prefix_pull.MIN_PULL_S", 0.05)
     async with warm_pool(prefill_1={"num_blocks": 20}) as pool:
         pair = pool.pair("prefill-1", "decode-0")
         handoff_id = mint_handoff_id()
