@@ -94,7 +94,11 @@ def _turns(session: dict[str, Any], num_turns: int) -> list[Turn]:
         if "agent" not in request and len(turns) < num_turns:
             prompt = [token for block in blocks[-1] for token in _tokens(session["session"], block)]
             turns.append(
-                Turn(prompt, min(_MAX_OUTPUT, max(4, request["out"] // 8)), min(_MAX_PAUSE_S, request["think_s"] / 20))
+                Turn(
+                    prompt,
+                    min(_MAX_OUTPUT, max(4, request["out"] // 8)),
+                    min(_MAX_PAUSE_S, (request["think_s"] or 0.0) / 20),
+                )
             )
     return turns
 
