@@ -128,6 +128,7 @@ def main() -> int:
             with _serving(arm, tokens, Path(folder), args.peer_venv, console) as url:
                 replies = _replay([turns[:-1] for turns in sessions], url, console)
             _note(figures, "as they come", arm, replies)
+            figures.show(console)
             if arm == "tiers":
                 began_s = time.monotonic()
                 with _serving(arm, tokens, Path(folder), args.peer_venv, console) as url:
@@ -152,7 +153,7 @@ def _serving(arm: str, num_tokens: int, folder: Path, venv: Path | None, console
             threads=NUM_THREADS,
             kv_memory_gib=4,
             num_blocks=num_tokens // _VLLM_BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=min(MAX_MODEL_LEN, num_tokens // _VLLM_BLOCK_SIZE * _VLLM_BLOCK_SIZE),
         )
         with vllm_server(spec, log_path=folder / "vllm.log", report=console.print) as server:
             yield server.url
