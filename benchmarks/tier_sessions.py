@@ -153,7 +153,7 @@ def _serving(arm: str, num_tokens: int, folder: Path, venv: Path | None, console
             threads=NUM_THREADS,
             kv_memory_gib=4,
             num_blocks=num_tokens // _VLLM_BLOCK_SIZE,
-            max_model_len=min(MAX_MODEL_LEN, num_tokens // _VLLM_BLOCK_SIZE * _VLLM_BLOCK_SIZE),
+            max_model_len=min(MAX_MODEL_LEN, (num_tokens // _VLLM_BLOCK_SIZE - 1) * _VLLM_BLOCK_SIZE),  # one is its own
         )
         with vllm_server(spec, log_path=folder / "vllm.log", report=console.print) as server:
             yield server.url
