@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.structured_outputs import structure_text
 from engine.core import EngineCore
 from engine.request import EngineRequest
 from engine.text.grammar import Allowed
@@ -17,8 +16,6 @@ from tests.builders import assert_empty, core_on, make_request, run_until_idle, 
 from tests.engine.driver import EveryThird, load, load_device
 from tests.engine.overlap import step
 from tests.engine.tiny_models import VOCAB_SIZE
-
-STRUCTURE = structure_text({"regex": "any"})
 
 
 class Forcing(EveryThird):
@@ -54,21 +51,25 @@ def make_requests(seed: int, num: int) -> list[EngineRequest]:
         {"repetition_penalty": 1.5},
         {"temperature": 1.0, "frequency_penalty": 1.0, "n": 2},
         {"min_tokens": 6, "stop_token_ids": frozenset(range(60))},
-        {"temperature": 1.0, "structured_outputs": STRUCTURE},
-        {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 1.5, "n": 2, "structured_outputs": STRUCTURE},
     ]
+    structured: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 1.5, "n": 2},
+    ]
+    chosen = [rng.choice([*kinds, *structured]) for _ in range(num)]
     requests = [
         make_request(
             [
                 *rng.choice(prefixes)[: rng.randrange(14)],
                 *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))),
             ],
-            **{"max_tokens": rng.randint(1, 24), "seed": i, **rng.choice(kinds)},
+            **{"max_tokens": rng.randint(1, 24), "seed": i, **kind},
         )
-        for i in range(num)
+        for i, kind in enumerate(chosen)
     ]
     grammar: Any = Forcing(VOCAB_SIZE)
-    return [replace(each, grammar=grammar) if each.grammar is not None else each for each in requests]
+    is_structured = [any(kind is each for each in structured) for kind in chosen]
+    return [replace(each, grammar=grammar if has else None) for each, has in zip(requests, is_structured, strict=True)]
 
 
 def answers(core: EngineCore, requests: list[EngineRequest], seed: int) -> list[list[list[int]]]:
