@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.structured_outputs import structure_text
 from engine.core import EngineCore
 from engine.request import EngineRequest
 from engine.text.grammar import Allowed
@@ -16,6 +17,8 @@ from tests.builders import assert_empty, core_on, make_request, run_until_idle, 
 from tests.engine.driver import EveryThird, load, load_device
 from tests.engine.overlap import step
 from tests.engine.tiny_models import VOCAB_SIZE
+
+STRUCTURE = structure_text({"regex": "any"})
 
 
 class Forcing(EveryThird):
@@ -67,9 +70,14 @@ def make_requests(seed: int, num: int) -> list[EngineRequest]:
         )
         for i, kind in enumerate(chosen)
     ]
-    grammar: Any = Forcing(VOCAB_SIZE)
     is_structured = [any(kind is each for each in structured) for kind in chosen]
-    return [replace(each, grammar=grammar if has else None) for each, has in zip(requests, is_structured, strict=True)]
+    return [_forced(each) if has else each for each, has in zip(requests, is_structured, strict=True)]
+
+
+def _forced(request: EngineRequest) -> EngineRequest:
+    """Return a request with a grammar that no library compiles: a GPU machine has none."""
+    grammar: Any = Forcing(VOCAB_SIZE)
+    return replace(request, grammar=grammar, sampling=replace(request.sampling, structured_outputs=STRUCTURE))
 
 
 def answers(core: EngineCore, requests: list[EngineRequest], seed: int) -> list[list[list[int]]]:
