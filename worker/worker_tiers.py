@@ -13,6 +13,8 @@ A disk that hangs or fails holds up neither requests nor transfers nor the end o
 
 import asyncio
 import logging
+import os
+import threading
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -43,6 +45,7 @@ _Result = TypeVar("_Result")
 _GIB = 1 << 30
 _MAX_SHARE = 0.25
 """Most of the time that is spent on writing while the engine has work."""
+_NICE = 19
 _MAX_PAUSE_S = 1.0
 _MAX_USED = 1 << 20
 """Most blocks of prompts whose use is noted later."""
@@ -106,7 +109,7 @@ class WorkerTiers:
         self._woken, self._closing = asyncio.Event(), asyncio.Event()
         self._must_stop = False
         """Whether the thread that writes is to end after the block that it is at."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tier-write", initializer=_step_back)
         self._writing: asyncio.Task[None] | None = None
 
     # ── in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -298,6 +301,11 @@ class WorkerTiers:
             return await self._reads.read(landing, commit)
         finally:
             self._woken.set()  # blocks that could not be read have left the tiers
+
+
+def _step_back() -> None:
+    """Let all other threads of the host go first: a step that shares its cores with a write takes twice as long."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _capacity_of(tiers: Tiers) -> int:
