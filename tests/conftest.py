@@ -1,10 +1,12 @@
 """Settings of the whole suite."""
 
+import faulthandler
 import functools
 import gc
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +53,8 @@ _NICENESS = 5, 10
 (tests/hosts/conftest.py)."""
 _MOST_BYTES = 12 << 30
 """Memory of each process: one that grows without end fails by itself, and says where, before it takes the machine's."""
+_LAST_S = 60.0
+"""How long a process that has run its tests may take to end: one thread that never does would hold the whole run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,6 +70,18 @@ def _is_for_waiting(workerinput: Mapping[str, Any]) -> bool:
     """
     number, count = int(workerinput["workerid"].removeprefix("gw")), int(workerinput["workercount"])
     return number < count // 2
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        faulthandler.dump_traceback_later(_LAST_S, exit=True, file=sys.__stderr__)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure when it happens: what ends a run before its summary must not hide it."""
+    if report.failed and not os.environ.get("PYTEST_XDIST_WORKER"):
+        print(f"\n{report.nodeid} ({report.when})\n{report.longreprtext[-4000:]}", file=sys.__stderr__, flush=True)
 
 
 def pytest_collection() -> None:
