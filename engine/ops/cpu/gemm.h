@@ -69,40 +69,43 @@ inline Register add_product(Register sum, Register row, Register columns) {
 // kRows rows of A times one panel; sums [kRows][2] are added to. A's rows are readable up to the padded depth. The panel
 // comes from memory, or from the first cache.
 enum class From { kMemory, kCache };
-// Whether products are added one after the other to what the sums were before, or their own sum is.
+// Whether products are added one after the other to what the sums were before, or each segment's own sum of them is.
 enum class Begin { kWithSums, kAnew };
 template <int kRows, From from, Begin begin, typename T>
-KVRELAY_ONCE void multiply_panel(const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2]) {
+KVRELAY_ONCE void multiply_panel(const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2],
+                                 int64_t segments = 1) {
     constexpr int pack = Format<T>::kPack, lanes = num_lanes<Register>, width = kPanel / lanes;
-    Register acc[kRows][width];
-    for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < width; v++)
-            acc[r][v] = begin == Begin::kAnew ? Register{} : load<Register>((const float*)sums[r] + v * lanes);
-    for (int64_t k = 0; k < steps; k++, a += pack, panel += pack * kPanel) {
-        if constexpr (from == From::kMemory) {
-            __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel);
-            __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel + pack * kLanes);
-        }
-        auto columns = [&](int v) { return load<Register>(panel + v * lanes * pack); };
-        if constexpr (kRegisterBytes == 64) {
+    for (; segments > 0; segments--) {  // of `steps` each, one behind the other
+        Register acc[kRows][width];
+        for (int r = 0; r < kRows; r++)
+            for (int v = 0; v < width; v++)
+                acc[r][v] = begin == Begin::kAnew ? Register{} : load<Register>((const float*)sums[r] + v * lanes);
+        for (int64_t k = 0; k < steps; k++, a += pack, panel += pack * kPanel) {
+            if constexpr (from == From::kMemory) {
+                __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel);
+                __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel + pack * kLanes);
+            }
+            auto columns = [&](int v) { return load<Register>(panel + v * lanes * pack); };
+            if constexpr (kRegisterBytes == 64) {
 #pragma GCC unroll 12
-            for (int r = 0; r < kRows; r++)
-                for (int v = 0; v < width; v++)
-                    acc[r][v] = add_product<T>(acc[r][v], depths(a + r * a_stride), columns(v));
-        } else {
-            Register rows[kRows];
-            for (int r = 0; r < kRows; r++) rows[r] = depths(a + r * a_stride);
-            for (int v = 0; v < width; v++) {
-                Register loaded = in_register(columns(v));
-                for (int r = 0; r < kRows; r++) acc[r][v] = add_product<T>(acc[r][v], rows[r], loaded);
+                for (int r = 0; r < kRows; r++)
+                    for (int v = 0; v < width; v++)
+                        acc[r][v] = add_product<T>(acc[r][v], depths(a + r * a_stride), columns(v));
+            } else {
+                Register rows[kRows];
+                for (int r = 0; r < kRows; r++) rows[r] = depths(a + r * a_stride);
+                for (int v = 0; v < width; v++) {
+                    Register loaded = in_register(columns(v));
+                    for (int r = 0; r < kRows; r++) acc[r][v] = add_product<T>(acc[r][v], rows[r], loaded);
+                }
             }
         }
+        for (int r = 0; r < kRows; r++)
+            for (int v = 0; v < width; v++) {
+                float* to = (float*)sums[r] + v * lanes;
+                store(to, begin == Begin::kAnew ? load<Register>(to) + acc[r][v] : acc[r][v]);
+            }
     }
-    for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < width; v++) {
-            float* to = (float*)sums[r] + v * lanes;
-            store(to, begin == Begin::kAnew ? load<Register>(to) + acc[r][v] : acc[r][v]);
-        }
 }
 
 // Call use(count) with a count in 1 to `most` that is known only at run time, as a constant.
@@ -115,8 +118,11 @@ inline void with_count(int count, Use use) {
 
 // The same for a row count known only at run time.
 template <From from = From::kMemory, Begin begin = Begin::kWithSums, typename T>
-inline void multiply_panel(int rows, const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2]) {
-    with_count<kMaxRows>(rows, [&](auto count) { multiply_panel<count, from, begin>(a, a_stride, panel, steps, sums); });
+inline void multiply_panel(int rows, const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2],
+                           int64_t segments = 1) {
+    with_count<kMaxRows>(rows, [&](auto count) {
+        multiply_panel<count, from, begin>(a, a_stride, panel, steps, sums, segments);
+    });
 }
 
 // Rows per pass when `rows` are split evenly into passes of at most `most`.
@@ -243,24 +249,20 @@ void linear(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int6
     if constexpr (kHasChunks)
         if (rows > kMaxRows) return linear_in_chunks(x, packed, bias, y, rows, columns, depth, segments);
     int64_t panels = (columns + kPanel - 1) / kPanel, length = depth / segments.count, size = panel_size<T>(depth);
-    int64_t steps = num_steps<T>(length);
+    int64_t steps = num_steps<T>(length), apart = segments.are_apart ? segments.count : 1;
     int64_t step = rows_per_pass(rows);
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < panels; p++) {
         int64_t column = p * kPanel;
         for (int64_t row = 0; row < rows; row += step) {
             int count = int(rows - row < step ? rows - row : step);
-            F32x16 sums[kMaxRows][2] = {};
-            for (int64_t s = 0; s < segments.count; s++) {
-                multiply_panel<From::kMemory, Begin::kAnew>(
-                    count, x + row * depth + s * length, depth, packed + p * size + s * length * kPanel, steps, sums);
-                for (int r = 0; segments.are_apart && r < count; r++) {
-                    store_sums(sums[r], (const T*)nullptr, y + (s * rows + row + r) * columns, columns, column);
-                    sums[r][0] = sums[r][1] = F32x16{};
-                }
+            for (int64_t s = 0; s < apart; s++) {
+                F32x16 sums[kMaxRows][2] = {};
+                multiply_panel<From::kMemory, Begin::kAnew>(count, x + row * depth + s * length, depth,
+                    packed + p * size + s * length * kPanel, steps, sums, segments.count / apart);
+                for (int r = 0; r < count; r++)
+                    store_sums(sums[r], bias, y + (s * rows + row + r) * columns, columns, column);
             }
-            for (int r = 0; !segments.are_apart && r < count; r++)
-                store_sums(sums[r], bias, y + (row + r) * columns, columns, column);
         }
     }
 }
