@@ -3,12 +3,28 @@
 import asyncio
 import logging
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 
 from common.rpc import REPLACEABLE_PING_TIMEOUT_MS, client_channel, error_boundary
+
+
+@asynccontextmanager
+async def serving(handler: Any) -> AsyncIterator[grpc.aio.Channel]:
+    """Yield a channel to a server of one method. A server that is not stopped would hold its process for ever."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Answer": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(None)
 
 
 async def test_write_to_a_caller_that_has_left_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -25,17 +41,11 @@ async def test_write_to_a_caller_that_has_left_logs_no_error(caplog: pytest.LogC
         finally:
             is_over.set()
 
-    server = grpc.aio.server()
-    handlers: dict[str, Any] = {"Answer": grpc.stream_stream_rpc_method_handler(answer)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with asyncio.timeout(60), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with asyncio.timeout(60), serving(grpc.stream_stream_rpc_method_handler(answer)) as channel:
         call: Any = channel.stream_stream("/test/Answer")()
         await has_begun.wait()
         call.cancel()
         await is_over.wait()
-    await server.stop(None)
     # Not what asyncio logs for gRPC's poller, which several event loops of a process may wake at once.
     errors = [record for record in caplog.records if record.levelno >= logging.ERROR and record.name != "asyncio"]
     assert [record.getMessage() for record in errors] == []
@@ -46,16 +56,10 @@ async def test_message_that_cannot_be_sent_ends_the_call_of_a_caller_that_is_sti
         async with error_boundary(context, "Answer"):
             raise grpc.aio.InternalError
 
-    server = grpc.aio.server()
-    handlers: dict[str, Any] = {"Answer": grpc.unary_stream_rpc_method_handler(answer)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with serving(grpc.unary_stream_rpc_method_handler(answer)) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             call: Any = channel.unary_stream("/test/Answer")
             await anext(aiter(call(b"", timeout=60)))
-    await server.stop(None)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 

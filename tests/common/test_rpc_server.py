@@ -27,11 +27,13 @@ async def called(num_calls: int) -> AsyncIterator[list[Any]]:
     address = f"127.0.0.1:{server.port}"
     signer = credentials_of(Role.ROUTER, "router-0").held.signer
     proof = [(METADATA_KEY, signer.sign({}, audience=audience_of(Role.WORKER, address), lifetime_s=300))]
-    with grpc.insecure_channel(address) as channel:
-        await asyncio.to_thread(grpc.channel_ready_future(channel).result)
-        check = health_pb2_grpc.HealthStub(channel).Check
-        yield [check.future(health_pb2.HealthCheckRequest(), metadata=proof) for _ in range(num_calls)]
-    await server.stop(0)
+    try:
+        with grpc.insecure_channel(address) as channel:
+            await asyncio.to_thread(grpc.channel_ready_future(channel).result)
+            check = health_pb2_grpc.HealthStub(channel).Check
+            yield [check.future(health_pb2.HealthCheckRequest(), metadata=proof) for _ in range(num_calls)]
+    finally:
+        await server.stop(0)
 
 
 async def test_calls_to_a_busy_event_loop_are_answered_not_dropped() -> None:

@@ -102,9 +102,11 @@ LONG_NAMES = [*(f"{number:02}{'x' * 60}" for number in range(32)), "2001:db8:111
 async def test_process_with_the_longest_names_can_call_others() -> None:
     router = Credentials.of(AUTHORITY, Role.ROUTER, "router-0", LONG_NAMES)
     server = await start_server(lambda _server: [], host="127.0.0.1", port=0, guard=worker_guard())
-    async with connect_to(Role.WORKER, router)(f"127.0.0.1:{server.port}") as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-    await server.stop(0)
+    try:
+        async with connect_to(Role.WORKER, router)(f"127.0.0.1:{server.port}") as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    finally:
+        await server.stop(0)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 

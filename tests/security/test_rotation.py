@@ -4,6 +4,8 @@ import asyncio
 import http.client
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,14 +53,19 @@ def renew(credentials: Credentials, own: Authority, role: Role, name: str) -> in
     return serial_of(credentials.held.certificate_pem)
 
 
-async def serving(own: Authority, talker: Talker) -> tuple[Any, Credentials]:
+@asynccontextmanager
+async def serving(own: Authority, talker: Talker) -> AsyncIterator[tuple[Any, Credentials]]:
     mine = Credentials.of(own, Role.WORKER, "decode-0", HOSTS)
 
     def add(server: grpc.aio.Server) -> list[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(talker, server)
         return []
 
-    return await start_server(add, host="127.0.0.1", port=0, guard=Guard(mine, Audience.INSIDERS)), mine
+    server = await start_server(add, host="127.0.0.1", port=0, guard=Guard(mine, Audience.INSIDERS))
+    try:
+        yield server, mine
+    finally:
+        await server.stop(0)
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -66,9 +73,12 @@ async def test_stream_survives_renewals_and_new_calls_show_the_new_certificate(
     is_encrypted: bool,
 ) -> None:
     own, talker = authority(is_encrypted=is_encrypted), Talker()  # type: ignore[abstract]
-    server, mine = await serving(own, talker)
     caller = Credentials.of(own, Role.ROUTER, "router-0", HOSTS)
-    async with asyncio.timeout(60), connect_to(Role.WORKER, caller)(f"127.0.0.1:{server.port}") as channel:
+    async with (
+        asyncio.timeout(60),
+        serving(own, talker) as (server, mine),
+        connect_to(Role.WORKER, caller)(f"127.0.0.1:{server.port}") as channel,
+    ):
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         stream = stub.WatchWorker(worker_pb2.WatchWorkerRequest())
         for number in range(3):
@@ -82,19 +92,17 @@ async def test_stream_survives_renewals_and_new_calls_show_the_new_certificate(
         talker.say.put_nowait(9)
         assert (await stream.read()).seq == 9, "on the connection that it began on"
         stream.cancel()
-    await server.stop(0)
 
 
 async def test_certificate_that_has_expired_opens_no_connection() -> None:
     own, talker = authority(is_encrypted=True), Talker()  # type: ignore[abstract]
-    server, _mine = await serving(own, talker)
-    own.settings = replace(own.settings, lifetime_s=-60.0)
-    caller = Credentials.of(own, Role.ROUTER, "router-0", HOSTS)
-    async with connect_to(Role.WORKER, caller)(f"127.0.0.1:{server.port}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(worker_pb2.DescribeWorkerRequest())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    await server.stop(0)
+    async with serving(own, talker) as (server, _mine):
+        own.settings = replace(own.settings, lifetime_s=-60.0)
+        caller = Credentials.of(own, Role.ROUTER, "router-0", HOSTS)
+        async with connect_to(Role.WORKER, caller)(f"127.0.0.1:{server.port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(worker_pb2.DescribeWorkerRequest())
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def shown_by(context: ssl.SSLContext) -> int:
