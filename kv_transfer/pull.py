@@ -16,10 +16,12 @@ from common.clock import Clock
 from common.errors import KvIncomplete, WorkerLost, from_rpc_error
 from common.ids import BlockId, Epoch, WorkerId
 from common.rpc import is_cancelled
+from common.wire_names import TRANSPORT_NUMBERS
 from engine.device.shared_memory import host_id
 from engine.kv_store import KvStore
 from engine.window_ids import NO_WINDOWS, WindowIds
 from kv_transfer.handoff import HandoffManifest
+from kv_transfer.transports.grpc_chunks import ChunkReceiver, GrpcChunks
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.transports.transport import PeerLife, PullTarget, Transport, to_end
 from kv_transfer.wanted import Wanted, WantedBlocks
@@ -179,6 +181,8 @@ class KvPuller:
         target = plan.target()
         num_window_pages = sum(1 for index in target.missing if index >= len(plan.block_table))
         times = _Times(self._clock)
+        chunks = ChunkReceiver(self._store, target)
+        """Takes what comes out of tiers, where the transport has other messages."""
         transport: Transport | None = None
         async with AsyncExitStack() as held:
             while True:
@@ -197,6 +201,8 @@ class KvPuller:
                         times.stamp()
                         if lends:
                             await call.write(pb.FetchBlocksRequest(taken=pb.TakenBlocks()))
+                    case "chunk" if transport is not None and plan.wanted.takes_offloaded:
+                        await to_end(chunks.take, message)
                     case "manifest" if transport is not None:
                         manifest = plan.wanted.verify(message.manifest, target.missing)
                         break
@@ -205,7 +211,9 @@ class KvPuller:
         num_blocks = max(0, manifest.num_blocks - plan.first_block)
         shape = self._store.shape
         kv_bytes = num_blocks * shape.block_bytes + num_window_pages * shape.window_page_bytes
-        self._on_bytes(transport.number, kv_bytes)
+        if chunk_bytes := chunks.num_blocks * shape.block_bytes:
+            self._on_bytes(TRANSPORT_NUMBERS[GrpcChunks.name], chunk_bytes)
+        self._on_bytes(transport.number, kv_bytes - chunk_bytes)
         return Pulled(
             manifest=manifest,
             transport=transport.number,
@@ -217,7 +225,7 @@ class KvPuller:
         )
 
     def _note_pull(self, plan: PullPlan, pulled: Pulled, elapsed_s: float) -> None:
-        if not pulled.num_blocks:
+        if not pulled.num_blocks or pulled.manifest.num_offloaded_blocks:  # the source's disk is no link
             return
         if isinstance(plan.wanted, WantedBlocks):
             self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, elapsed_s)

@@ -2,14 +2,15 @@
 
 One stream: OpenFetch ▸ FetchOpened ▸ (SealedBlocks | BlockChunk)* ▸ Manifest ▸ AckFetch. The end of the stream ends the
 handoff: an acknowledgement releases it; anything else aborts it and stops the prefill that fills it. Cached blocks are
-pinned between two engine steps, and then served as a complete handoff.
+pinned between two engine steps, and then served as a complete handoff. What follows them in tiers is sent out of
+buffers, in chunks whatever the transport, and takes no pages (`offloaded.py`).
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import grpc
@@ -22,10 +23,13 @@ from common.trust.credentials import Credentials
 from common.trust.guard import caller
 from common.trust.tickets import PullRight, check_ticket, of_blocks, of_handoff
 from common.wire import message_of, pack_tokens
+from common.wire_names import TRANSPORT_NUMBERS
 from engine.kv_store import PIECE_BYTES, KvShape, KvStore, page_bytes_of
 from engine.thread import EngineDriver
 from engine.window_ids import NO_WINDOWS
 from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
+from kv_transfer.offloaded import Offloaded, OffloadedBlocks
+from kv_transfer.transports.grpc_chunks import GrpcChunks
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.transports.transport import Lending, Seal, Transport, to_end
 from kvrelay.v1 import kv_transfer_pb2 as pb
@@ -33,8 +37,6 @@ from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
 logger = logging.getLogger(__name__)
 
-Load = Callable[[BlockHashes, HashRoot], AbstractAsyncContextManager[None]]
-"""Holds, during a block, what tiers have of some blocks in pages."""
 CheckPull = Callable[[WorkerId, pb.OpenFetch], None]
 """Checks the first message of a puller; takes the serving worker, too. Raises AccessDenied."""
 
@@ -49,7 +51,10 @@ class ServeSettings:
     transports: WorkerTransports
     lease_ttl_s: float
     check_pull: CheckPull
-    load: Load = lambda _hashes, _root: nullcontext()
+    offloaded: Offloaded | None = None
+    """Blocks outside the pages; None: there are none."""
+    chunk_bytes: int = 1 << 20
+    """Most bytes of a message with such blocks."""
 
 
 class _Puller(NamedTuple):
@@ -113,8 +118,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         if engine is None:
             raise InvalidRequest("is empty, and there are no cached blocks here; name a handoff", field="handoff_id")
         hashes = self._hashes(opened)
-        async with self._settings.load(hashes, HashRoot(opened.hash_root)):
-            pinned = await engine.pin(hashes)
+        pinned = await engine.pin(hashes)
 
         def unpin() -> None:
             engine.post(lambda core: core.landings.unpin(pinned))
@@ -168,7 +172,57 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 break
             else:
                 await handoff.changed()
-        await puller.context.write(pb.FetchBlocksResponse(manifest=self._manifest(handoff)))
+        manifest = await self._send_offloaded(handoff, handoff.manifest, opened, puller)
+        sent = self._manifest(manifest, age_s=self._table.age_s(handoff))
+        await puller.context.write(pb.FetchBlocksResponse(manifest=sent))
+
+    async def _send_offloaded(
+        self, handoff: Handoff, manifest: HandoffManifest, opened: pb.OpenFetch, puller: "_Puller"
+    ) -> HandoffManifest:
+        """Send blocks that are outside the pages, behind those that the puller has by now; returns what it has then."""
+        offloaded = self._settings.offloaded
+        if opened.handoff_id or not opened.hash_root or offloaded is None:
+            return manifest
+        hashes, root = self._hashes(opened), HashRoot(opened.hash_root)
+        first = end = max(manifest.num_blocks, opened.first_block)
+        num_held = offloaded.num_held(hashes, first)
+        while end < num_held:
+            wanted = OffloadedBlocks(
+                puller=_caller_name(),
+                first_block=end,
+                hashes=hashes[end:num_held],
+                root=root,
+                chunk_bytes=self._settings.chunk_bytes,
+            )
+            async with AsyncExitStack() as held:
+                try:
+                    async with asyncio.timeout(self._settings.lease_ttl_s):
+                        piece = await held.enter_async_context(offloaded.piece(wanted))
+                except TimeoutError:  # what has come is of use without it
+                    break
+                handoff.raise_if_aborted()
+                await self._write(piece.messages, puller)
+            if not piece.num_blocks:
+                break
+            self._on_bytes(TRANSPORT_NUMBERS[GrpcChunks.name], piece.num_blocks * self._store.shape.block_bytes)
+            end += piece.num_blocks
+        if end == first:
+            return manifest
+        return replace(
+            manifest,
+            num_tokens=end * self._store.shape.block_size,
+            num_blocks=end,
+            last_block_hash=hashes[end - 1],
+            num_offloaded_blocks=end - first,
+        )
+
+    async def _write(self, messages: Iterable[pb.FetchBlocksResponse], puller: "_Puller") -> None:
+        try:
+            async with asyncio.timeout(self._settings.lease_ttl_s):
+                for message in messages:
+                    await puller.context.write(message)
+        except TimeoutError:
+            raise HandoffGone("the puller has stopped reading") from None
 
     async def _send(
         self,
@@ -192,12 +246,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                     handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
                 else:
                     messages = seal(first_index + first, some)
-                try:
-                    async with asyncio.timeout(self._settings.lease_ttl_s):
-                        for message in messages:
-                            await puller.context.write(message)
-                except TimeoutError:
-                    raise HandoffGone("the puller has stopped reading") from None
+                await self._write(messages, puller)
                 self._on_bytes(transport.number, len(some) * page_bytes)
             while lending is not None and lending.num_lent:  # a transfer that waits for its prefill holds no slots
                 await self._take_back(lending, puller)
@@ -218,15 +267,13 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             raise HandoffGone("the puller left before it had taken its blocks")
         lending.take_back()
 
-    def _manifest(self, handoff: Handoff) -> pb.Manifest:
-        manifest = handoff.manifest
-        assert manifest is not None
+    def _manifest(self, manifest: HandoffManifest, *, age_s: float) -> pb.Manifest:
         return message_of(
             pb.Manifest,
             manifest,
             last_block_hash=manifest.last_block_hash or b"",
             first_tokens=[message_of(pb.ManifestToken, token) for token in manifest.first_tokens],
-            age_s=self._table.age_s(handoff),
+            age_s=age_s,
             tokens=pack_tokens(manifest.prefix.token_ids) if manifest.prefix is not None else b"",
             hash_root=manifest.prefix.root if manifest.prefix is not None else b"",
         )
@@ -242,6 +289,14 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 return await anext(requests, None)
         except TimeoutError:
             raise HandoffGone(late) from None
+
+
+def _caller_name() -> str:
+    """Return the peer that the running call serves; empty where nothing guards the listener."""
+    try:
+        return caller().name
+    except LookupError:
+        return ""
 
 
 def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:

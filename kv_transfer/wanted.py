@@ -23,6 +23,8 @@ class WantedHandoff:
     """Samples with a first token in the manifest; beams have none."""
     first_sample_index: int
 
+    takes_offloaded = False
+
     def __str__(self) -> str:
         return str(self.handoff_id)
 
@@ -59,7 +61,12 @@ class WantedBlocks:
     """From the first block of the prompt on, including those that are here already."""
     block_size: int
     root: HashRoot = NO_ROOT
-    """Root of the hashes; empty when it is not known: then the peer reads nothing from its tiers."""
+    """Root of the hashes; empty when it is not known: then nothing comes out of the peer's tiers."""
+
+    @property
+    def takes_offloaded(self) -> bool:
+        """Whether blocks out of tiers may come, as chunks beside the messages of the transport."""
+        return bool(self.root)
 
     def __str__(self) -> str:  # never the hashes: they are a right to fetch what they name
         return f"{len(self.hashes)} cached blocks"
@@ -87,6 +94,7 @@ class WantedBlocks:
             last_block_hash=last_hash,
             first_tokens=(),
             prefix=self._prefix(manifest),
+            num_offloaded_blocks=manifest.num_offloaded_blocks,
         )
 
     def _prefix(self, manifest: pb.Manifest) -> PrefixTokens | None:

@@ -100,6 +100,11 @@ class RuntimeCollector(Collector):
         for outcome in PullOutcome:
             reads.add_metric([*labels, outcome.value], self._runtime.prefixes.tier_outcomes[outcome])
         yield reads
+        served = CounterMetricFamily(
+            "kvrelay_tier_served_blocks", "Blocks read from tiers for other workers", labels=["worker", "role"]
+        )
+        served.add_metric(labels, tiers.serving.num_served)
+        yield served
         missed = CounterMetricFamily(
             "kvrelay_tier_missed", "Blocks that left their page before they were copied", labels=["worker", "role"]
         )

@@ -19,8 +19,8 @@ import asyncio
 import enum
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -195,16 +195,6 @@ class PrefixPuller:
             outcome = await self._try(arrival, wanted, root, partial(self._pull_from, source), self.outcomes)
             logger.info("prefix pull", extra=extra | {"source": source.worker_id, "outcome": outcome.value})
             stages.note(outcome=outcome.value)
-
-    @asynccontextmanager
-    async def loaded(self, hashes: BlockHashes, root: HashRoot) -> AsyncIterator[None]:
-        """Hold, during the block, what tiers have of these blocks behind the cached ones, for a peer that pulls."""
-        if self._tiers is None or not root or not (num_held := self._tiers.num_worth_reading(hashes)):
-            yield
-            return
-        with self.arrival() as arrival:
-            await self._try(arrival, hashes[:num_held], root, self._read, self.tier_outcomes)
-            yield
 
     async def _try(
         self,

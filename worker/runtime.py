@@ -295,7 +295,8 @@ class WorkerRuntime:
             settings=ServeSettings(
                 worker_id=self.worker_id,
                 check_pull=self._check_pull,
-                load=self.prefixes.loaded,
+                offloaded=self.tiers,
+                chunk_bytes=self.config.transfer.chunk_bytes,
                 epoch=lambda: self.epoch,
                 transports=self._transports,
                 lease_ttl_s=self.config.transfer.lease_ttl_s,
@@ -329,7 +330,7 @@ class WorkerRuntime:
 
     async def forget(self, root: HashRoot) -> worker_pb2.ForgetBlocksResponse:
         """Drop the blocks of a root from pages and tiers, but for what requests and transfers use."""
-        is_in_use = self.prefixes.is_fetching(root)
+        is_in_use = self._is_moving(root)
         pages: ForgottenPages = await self.engine.call(lambda core: core.forget(root))
         troubles, num_in_tiers = [pages.obstacle], 0
         if self.tiers is not None:  # after the pages: what waits to be written from one without its block never is
@@ -337,11 +338,15 @@ class WorkerRuntime:
             troubles.append(self.tiers.obstacle)
         else:
             troubles.append(await to_end(left_on_disk, self.config.tiers))
-        if is_in_use or pages.is_in_use or self.prefixes.is_fetching(root):
+        if is_in_use or pages.is_in_use or self._is_moving(root):
             troubles.append("requests or transfers use some of the blocks: run it again when they have ended")
         return worker_pb2.ForgetBlocksResponse(
             num_tier_blocks=num_in_tiers, num_page_blocks=pages.num_blocks, trouble="; ".join(filter(None, troubles))
         )
+
+    def _is_moving(self, root: HashRoot) -> bool:
+        """Whether blocks of a root are on their way into pages, or from tiers to another worker."""
+        return self.prefixes.is_fetching(root) or (self.tiers is not None and self.tiers.serving.is_reading(root))
 
     async def snapshot(self) -> KvEvents:
         """Return all blocks that the worker holds, in pages or in tiers."""

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from common.clock import Clock
 from common.ids import BlockHash, BlockId, HashRoot
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_READERS = 4
 _MAX_PIECE_BLOCKS = 256
-_SLOW_S = 0.25
+SLOW_S = 0.25
 """Time after which a read that has brought nothing says something about the disk."""
 
 
@@ -31,31 +32,32 @@ def piece_blocks(shape: KvShape) -> int:
     return min(_MAX_PIECE_BLOCKS, max(1, PIECE_BYTES // shape.block_bytes))
 
 
-class _Filling:
-    """Fills pages in a thread, in order, until it is told to stop."""
+class Filling:
+    """Fills pages or buffers in a thread, in order, until it is told to stop."""
 
     def __init__(
-        self, tiers: Tiers, store: KvStore, pages: Sequence[tuple[BlockHash, BlockId]], root: HashRoot
+        self, tiers: Tiers, hashes: Sequence[BlockHash], root: HashRoot, fill: Callable[[int, memoryview], None]
     ) -> None:
+        """`fill(i, data)` takes the bytes of the i-th block, in a thread."""
         self.num_filled = 0
         self.has_ended = False
         self._tiers = tiers
-        self._store = store
-        self._pages = pages
+        self._hashes = hashes
         self._root = root
+        self._fill_next = fill
         self._is_over = False
         self._lock = threading.Lock()
-        """Held while a page is written."""
+        """Held while a page or a buffer is written."""
 
     def run(self) -> None:
-        """Fill pages up to the first whose block is not there."""
+        """Fill them up to the first whose block is not there."""
         try:
             self._fill()
         finally:
             self.has_ended = True
 
     def _fill(self) -> None:
-        for block_hash, block_id in self._pages:
+        for idx, block_hash in enumerate(self._hashes):
             if self._is_over:
                 return
             data = self._tiers.get(block_hash, self._root)
@@ -64,13 +66,17 @@ class _Filling:
             with self._lock:
                 if self._is_over:
                     return
-                self._store.write_blocks([block_id], memoryview(data))
+                self._fill_next(idx, memoryview(data))
                 self.num_filled += 1
 
     def stop(self) -> None:
-        """Return when no page is written any more. Waits for the write of one block at most."""
+        """Return when nothing is written any more. Waits for the write of one block at most."""
         with self._lock:
             self._is_over = True
+
+    def stop_soon(self) -> None:
+        """Let it write one more block at most."""
+        self._is_over = True
 
 
 class TierReads:
@@ -97,11 +103,11 @@ class TierReads:
         Returns how many were read. Ends, even when cancelled, after the last write into the pages; what is there by
         then is committed.
         """
-        pages = list(zip(landing.hashes.digests(), landing.block_ids(), strict=True))
+        hashes, pages = landing.hashes.digests(), landing.block_ids()
         first = end = landing.num_cached_blocks
         while end < len(pages):
-            piece = pages[end : end + self._stride]
-            filling = _Filling(self._tiers, self._store, piece, landing.root)
+            piece, some = hashes[end : end + self._stride], pages[end : end + self._stride]
+            filling = Filling(self._tiers, piece, landing.root, partial(self._write, some))
             began_s = self._clock.monotonic()
             try:
                 await self._run(filling)
@@ -122,7 +128,10 @@ class TierReads:
         """End the threads, those that wait for their disk excepted. No read may be running."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, filling: _Filling) -> None:
+    def _write(self, pages: Sequence[BlockId], idx: int, data: memoryview) -> None:
+        self._store.write_blocks([pages[idx]], data)
+
+    async def _run(self, filling: Filling) -> None:
         try:
             running = asyncio.get_running_loop().run_in_executor(self._threads, filling.run)
             await asyncio.shield(running)
@@ -138,6 +147,6 @@ class TierReads:
         if not running.cancelled() and (error := running.exception()) is not None:
             logger.warning("a read from the tiers that was given up has failed", exc_info=error)
 
-    def _note(self, filling: _Filling, seconds: float) -> None:
-        if filling.num_filled or seconds > _SLOW_S:
+    def _note(self, filling: Filling, seconds: float) -> None:
+        if filling.num_filled or seconds > SLOW_S:
             self._on_read(max(1, filling.num_filled) * self._store.shape.block_bytes, seconds)

@@ -6,7 +6,8 @@ piece at a time is written, by a thread of its own, and beside a busy engine at 
 that has left its page before its turn is lost to the tiers, and counted.
 
 *Back*: reading is a pull like that from another worker (`prefix_pull.py`): into reserved pages, verified by the tier,
-published piece by piece, in no more time than computing would take (`tier_reads.py`).
+published piece by piece, in no more time than computing would take (`tier_reads.py`). Other workers get what they pull
+straight from the tiers (`tier_serving.py`).
 
 A disk that hangs or fails holds up neither requests nor transfers nor the end of the worker.
 """
@@ -18,9 +19,9 @@ import threading
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -35,9 +36,11 @@ from engine.kv_store import KvShape, KvStore
 from engine.published import PublishedBlock
 from engine.steps.landing import Landing
 from kv_tiers.tiers import DISK, Tiers, TierSettings
+from kv_transfer.offloaded import OffloadedBlocks, OffloadedPiece
 from kv_transfer.transports.transport import to_end
 from worker.held_blocks import HeldBlocks
 from worker.tier_reads import TierReads, piece_blocks
+from worker.tier_serving import TierServing
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,8 @@ class WorkerTiers:
     ) -> None:
         """`lives`: see `Engine.report_published`. `on_read(bytes, seconds)` is called for each piece that was read."""
         self.tiers = tiers
+        self.serving = TierServing(tiers, store.shape, clock, on_read)
+        """Reads for other workers."""
         self.num_missed = 0
         """Blocks that could not be copied, since they had left their pages or the tiers failed."""
         self._store = store
@@ -132,6 +137,7 @@ class WorkerTiers:
             self._must_stop = True
             await end_all(list(late))
         self._reads.close()
+        self.serving.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         try:
             await to_end(self.tiers.close)
@@ -280,13 +286,15 @@ class WorkerTiers:
         self._note_use(hashes)
         if self._reads.is_stuck:
             return 0
-        digests = hashes.digests()
-        held = self._held
-        num_in_pages = bisect_left(digests, 1, key=lambda block_hash: block_hash not in held.in_pages)
-        num_blocks = num_in_pages
-        while num_blocks < len(digests) and digests[num_blocks] in held.in_tiers:
-            num_blocks += 1
+        digests, in_pages = hashes.digests(), self._held.in_pages
+        num_in_pages = bisect_left(digests, 1, key=lambda block_hash: block_hash not in in_pages)
+        num_blocks = self._end_in_tiers(digests, num_in_pages)
         return num_blocks if num_blocks > num_in_pages else 0
+
+    def _end_in_tiers(self, digests: Sequence[BlockHash], first_block: int) -> int:
+        """Return the index of the first of these blocks from one on that is not in tiers."""
+        in_tiers = self._held.in_tiers
+        return next((i for i in range(first_block, len(digests)) if digests[i] not in in_tiers), len(digests))
 
     def _note_use(self, hashes: BlockHashes) -> None:
         self._used.append(hashes)
@@ -301,6 +309,22 @@ class WorkerTiers:
             return await self._reads.read(landing, commit)
         finally:
             self._woken.set()  # blocks that could not be read have left the tiers
+
+    # ── for other workers ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def num_held(self, hashes: BlockHashes, first_block: int) -> int:
+        """See `Offloaded`."""
+        self._note_use(hashes)
+        is_stuck = self._reads.is_stuck or self.serving.is_stuck
+        return first_block if is_stuck else self._end_in_tiers(hashes.digests(), first_block)
+
+    @asynccontextmanager
+    async def piece(self, wanted: OffloadedBlocks) -> AsyncIterator[OffloadedPiece]:
+        """See `Offloaded`."""
+        async with self.serving.piece(wanted) as piece:
+            if piece.num_blocks < min(len(wanted.hashes), self._stride):
+                self._woken.set()  # likewise
+            yield piece
 
 
 def _step_back() -> None:

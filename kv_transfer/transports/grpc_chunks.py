@@ -25,24 +25,32 @@ class GrpcChunks(Transport):
         size, most = page_bytes_of(self._store, block_ids), self._config.chunk_bytes
         messages: list[pb.FetchBlocksResponse] = []
         for i in range(len(block_ids)):
-            for offset in range(0, size, most):
-                piece = bytes(data[i * size + offset : i * size + min(offset + most, size)])
-                chunk = pb.BlockChunk(
-                    block_index=first_block + i, offset=offset, data=piece, checksum=xxhash.xxh3_64_intdigest(piece)
-                )
-                messages.append(pb.FetchBlocksResponse(chunk=chunk))
+            messages += chunks_of(first_block + i, data[i * size : (i + 1) * size], max_bytes=most)
         return messages
 
     @asynccontextmanager
     async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> AsyncIterator[Receiver]:
         """See `Transport`."""
-        yield _Assembler(self._store, target)
+        yield ChunkReceiver(self._store, target)
 
 
-class _Assembler:
+def chunks_of(block_index: int, data: memoryview, *, max_bytes: int) -> list[pb.FetchBlocksResponse]:
+    """Return the messages that bring one block. Any thread."""
+    messages = []
+    for offset in range(0, len(data), max_bytes):
+        piece = bytes(data[offset : offset + max_bytes])
+        checksum = xxhash.xxh3_64_intdigest(piece)
+        chunk = pb.BlockChunk(block_index=block_index, offset=offset, data=piece, checksum=checksum)
+        messages.append(pb.FetchBlocksResponse(chunk=chunk))
+    return messages
+
+
+class ChunkReceiver:
     """Gathers the pieces of each block, and writes the block when it is whole."""
 
     def __init__(self, store: KvStore, target: PullTarget) -> None:
+        self.num_blocks = 0
+        """Blocks that are whole."""
         self._store = store
         self._target = target
         self._partial: dict[int, bytearray] = {}
@@ -62,3 +70,4 @@ class _Assembler:
         if len(buffer) == size:
             self._store.write_blocks(pages, memoryview(self._partial.pop(index)))
             self._target.missing.discard(index)
+            self.num_blocks += 1

@@ -97,8 +97,8 @@ class OpenFetch(_message.Message):
     ticket: _builtins.str
     """The puller's right to what it asks for, as its own caller gave it."""
     hash_root: _builtins.bytes
-    """Root of the hashes: the serving worker may read the blocks of this tenant from its tiers first. Empty: only what is
-    in pages.
+    """Root of the hashes: behind the blocks in its pages, the serving worker sends what its tiers have of this tenant, as
+    chunks beside the messages of the transport. Empty: only what is in pages.
     """
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_worker_pb2.KvTransport.ValueType]:
@@ -406,7 +406,7 @@ Global___SealedBlocks: _TypeAlias = SealedBlocks  # noqa: Y015
 
 @_typing.final
 class BlockChunk(_message.Message):
-    """A piece of a block (gRPC), at most 1 MiB."""
+    """A piece of a block (gRPC; by any transport of blocks out of tiers), at most 1 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -481,6 +481,7 @@ class Manifest(_message.Message):
     AGE_S_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     HASH_ROOT_FIELD_NUMBER: _builtins.int
+    NUM_OFFLOADED_BLOCKS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens whose KV was handed over or already held by the puller."""
     num_blocks: _builtins.int
@@ -493,6 +494,8 @@ class Manifest(_message.Message):
     """Tokens of cached blocks, 4 bytes each, from engines that take blocks in by their tokens; else empty."""
     hash_root: _builtins.bytes
     """First link of their hashes."""
+    num_offloaded_blocks: _builtins.int
+    """How many of the last blocks came out of tiers."""
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestToken]:
         """The first token of each sample."""
@@ -507,10 +510,11 @@ class Manifest(_message.Message):
         age_s: _builtins.float = ...,
         tokens: _builtins.bytes = ...,
         hash_root: _builtins.bytes = ...,
+        num_offloaded_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "first_tokens", b"first_tokens", "hash_root", b"hash_root", "last_block_hash", b"last_block_hash", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "first_tokens", b"first_tokens", "hash_root", b"hash_root", "last_block_hash", b"last_block_hash", "num_blocks", b"num_blocks", "num_offloaded_blocks", b"num_offloaded_blocks", "num_tokens", b"num_tokens", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -536,7 +540,7 @@ class FetchBlocksResponse(_message.Message):
 
     @_builtins.property
     def chunk(self) -> Global___BlockChunk:
-        """gRPC."""
+        """gRPC; blocks out of tiers."""
 
     @_builtins.property
     def manifest(self) -> Global___Manifest:

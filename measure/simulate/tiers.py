@@ -1,24 +1,29 @@
 """Tiers of a simulated worker, under the worker's own code: no bytes, but the time in which they are read.
 
 As in the real ones a block is written to every tier, each tier gives up its least recently used blocks, and what only a
-slower one has goes into the faster ones when it is read. Writing takes no time. A worker makes one read at a time.
+slower one has goes into the faster ones when it is read. Writing takes no time. A worker makes one read at a time,
+for itself or for another one, which gets the blocks by its transport: no page is used for them.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from common.block_hash import BlockHashes
 from common.clock import Clock
-from common.ids import BlockHash
+from common.ids import BlockHash, BlockId
 from common.kv_events import KvEvents
 from engine.events import StepReport
-from engine.kv_store import PIECE_BYTES
 from engine.steps.landing import Landing
 from kv_tiers.tier import TierCounts
 from kv_tiers.tiers import Tiers, TierStats
+from kv_transfer.offloaded import OffloadedBlocks, OffloadedPiece
+from kv_transfer.transports.transport import sealed
 from measure.simulate.records import TierShape
+from worker.tier_reads import piece_blocks
+from worker.tier_serving import NUM_BUFFERS, Buffers
 from worker.worker_tiers import WorkerTiers
 
 
@@ -92,6 +97,7 @@ class SimWorkerTiers(WorkerTiers):
         self._now_s: Callable[[], float] = clock.monotonic
         self._free_at_s = 0.0
         """End of the reads under way."""
+        self._buffers = Buffers(num_of_peer=NUM_BUFFERS)  # calls have no callers here
 
     def start(self) -> None:
         """Do nothing: there is nothing to write in the background."""
@@ -115,17 +121,40 @@ class SimWorkerTiers(WorkerTiers):
         self._blocks.touch(hashes.digests())
         return super().num_worth_reading(hashes)
 
+    def num_held(self, hashes: BlockHashes, first_block: int) -> int:
+        """See `Offloaded`."""
+        self._blocks.touch(hashes.digests())
+        return super().num_held(hashes, first_block)
+
     async def read(self, landing: Landing, commit: Callable[[int], None]) -> int:
         """See `WorkerTiers`."""
-        hashes, first, block_bytes = landing.hashes.digests(), landing.num_cached_blocks, self._store.shape.block_bytes
-        stride = max(1, PIECE_BYTES // block_bytes)
-        for start in range(first, len(hashes), stride):
-            blocks_s = [self._blocks.read_s(each, block_bytes) for each in hashes[start : start + stride]]
-            if None in blocks_s:
-                return start - first
-            read_s = sum(each for each in blocks_s if each is not None)
-            self._free_at_s = max(self._free_at_s, self._now_s()) + read_s
-            await asyncio.sleep(self._free_at_s - self._now_s())
-            self._on_read(len(blocks_s) * block_bytes, read_s)
-            commit(start + len(blocks_s))
-        return len(hashes) - first
+        hashes, first = landing.hashes.digests(), landing.num_cached_blocks
+        end = first
+        while end < len(hashes) and (num_blocks := await self._read_piece(hashes[end:])):
+            end += num_blocks
+            commit(end)
+        return end - first
+
+    @asynccontextmanager
+    async def piece(self, wanted: OffloadedBlocks) -> AsyncIterator[OffloadedPiece]:
+        """See `Offloaded`. Whose pages a message names does not matter where pages have no bytes."""
+        free = await self._buffers.take(wanted.puller)
+        try:
+            num_blocks = await self._read_piece(wanted.hashes.digests())
+            self.serving.num_served += num_blocks
+            messages = [sealed(wanted.first_block, [BlockId(0)] * num_blocks)] if num_blocks else []
+            yield OffloadedPiece(num_blocks=num_blocks, messages=messages)
+        finally:
+            free()
+
+    async def _read_piece(self, hashes: Sequence[BlockHash]) -> int:
+        """Read the first of some blocks; returns how many: 0 when one is not there."""
+        block_bytes = self._store.shape.block_bytes
+        blocks_s = [self._blocks.read_s(each, block_bytes) for each in hashes[: piece_blocks(self._store.shape)]]
+        if None in blocks_s:
+            return 0
+        read_s = sum(each for each in blocks_s if each is not None)
+        self._free_at_s = max(self._free_at_s, self._now_s()) + read_s
+        await asyncio.sleep(self._free_at_s - self._now_s())
+        self._on_read(len(blocks_s) * block_bytes, read_s)
+        return len(blocks_s)

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.block_hash import BlockHashes
 from common.errors import HandoffGone, KvIncomplete, WorkerLost
-from common.ids import BlockId, Epoch
+from common.ids import BlockId, Epoch, HashRoot
 from common.rpc import abort
 from engine.fake_pages import FakeKvStore
 from kv_transfer.pull import PullPlan
@@ -84,6 +85,24 @@ async def test_pull_of_shared_pages_that_are_not_there_raises_kv_incomplete() ->
         async with pulling(Peer(script)) as (puller, _store, channel):
             with pytest.raises(KvIncomplete):
                 await puller.pull(plan(), channel)
+
+
+async def test_chunks_beside_shared_pages_are_taken_only_where_they_were_asked_for() -> None:
+    source = FakeKvStore(num_blocks=4, block_size=4)
+    region = source.shared_region
+    assert region is not None
+    shared = pb.SharedMemory(
+        pid=os.getpid(), fd=region.fd, size_bytes=region.size_bytes, nonce=region.nonce, num_blocks=4
+    )
+    opened = pb.FetchBlocksResponse(opened=pb.FetchOpened(transport=worker_pb2.KV_TRANSPORT_SHM, shared_memory=shared))
+    script = [opened, chunk(1), chunk(2), blocks_manifest(3)]
+    with_root = WantedBlocks(hashes=HASHES, block_size=4, root=HashRoot(b"r" * 32))
+    async with pulling(Peer(script)) as (puller, store, channel):
+        await puller.pull(replace(blocks_plan(), wanted=with_root), channel)
+        assert pages(store)[5] == pages(store)[2] == BLOCK
+    async with pulling(Peer(script)) as (puller, _store, channel):
+        with pytest.raises(KvIncomplete, match="unexpected chunk"):
+            await puller.pull(blocks_plan(), channel)
 
 
 def blocks_manifest(num_held: int, **changes: Any) -> pb.FetchBlocksResponse:

@@ -127,17 +127,6 @@ async def test_a_restarted_worker_has_the_blocks_of_its_predecessor(tmp_path: Pa
         assert (again.num_cached, again.tokens) == (len(PREFIX) + 4, first.tokens)
 
 
-async def test_another_worker_pulls_what_its_source_has_offloaded() -> None:
-    async with running_pool(workers()) as pool:
-        source = pool.workers["prefill-0"]
-        await pool.pair("prefill-0", "decode-0").generate(prompt(1))
-        await until_written(source)
-        await fill_pages(pool)
-        answer = await pool.pair("prefill-1", "decode-0").generate(prompt(2), where(source))
-        assert answer.num_pulled == len(PREFIX)
-        assert source.runtime.prefixes.tier_outcomes == {PullOutcome.PULLED: 1}
-
-
 async def test_a_prompt_waits_for_pages_into_which_its_blocks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixPuller, "_longest_s", lambda _self, _landing: 60.0)
     async with running_pool(workers()) as pool:

@@ -32,7 +32,7 @@ class PullSource:
     num_blocks: int
     """Leading blocks to pull."""
     num_in_pages: int
-    """Leading blocks in its pages; it reads further ones from its tiers first, to have them all in pages."""
+    """Leading blocks in its pages; it reads further ones from its tiers, and sends them from there."""
     load: ProjectedLoad | None = None
     """Its load, as far as it is known."""
 
