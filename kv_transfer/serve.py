@@ -9,7 +9,7 @@ buffers, in chunks whatever the transport, and takes no pages (`offloaded.py`).
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from engine.kv_store import PIECE_BYTES, KvShape, KvStore, page_bytes_of
 from engine.thread import EngineDriver
 from engine.window_ids import NO_WINDOWS
 from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
-from kv_transfer.offloaded import Offloaded, OffloadedBlocks
+from kv_transfer.offloaded import Offloaded, OffloadedBlocks, ReadAhead
 from kv_transfer.transports.grpc_chunks import GrpcChunks
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.transports.transport import Lending, Seal, Transport, to_end
@@ -186,26 +186,26 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         hashes, root = self._hashes(opened), HashRoot(opened.hash_root)
         first = end = max(manifest.num_blocks, opened.first_block)
         num_held = offloaded.num_held(hashes, first)
-        while end < num_held:
-            wanted = OffloadedBlocks(
+
+        def wanted(first_block: int) -> OffloadedBlocks:
+            return OffloadedBlocks(
                 puller=_caller_name(),
-                first_block=end,
-                hashes=hashes[end:num_held],
+                first_block=first_block,
+                hashes=hashes[first_block:num_held],
                 root=root,
                 chunk_bytes=self._settings.chunk_bytes,
             )
-            async with AsyncExitStack() as held:
-                try:
-                    async with asyncio.timeout(self._settings.lease_ttl_s):
-                        piece = await held.enter_async_context(offloaded.piece(wanted))
-                except TimeoutError:  # what has come is of use without it
-                    break
+
+        async with ReadAhead(offloaded, timeout_s=self._settings.lease_ttl_s) as reads:
+            if end < num_held:
+                reads.begin(wanted(end))
+            while end < num_held and (piece := await reads.next()).num_blocks:
                 handoff.raise_if_aborted()
+                end += piece.num_blocks
+                if end < num_held:
+                    reads.begin(wanted(end))
                 await self._write(piece.messages, puller)
-            if not piece.num_blocks:
-                break
-            self._on_bytes(TRANSPORT_NUMBERS[GrpcChunks.name], piece.num_blocks * self._store.shape.block_bytes)
-            end += piece.num_blocks
+                self._on_bytes(TRANSPORT_NUMBERS[GrpcChunks.name], piece.num_blocks * self._store.shape.block_bytes)
         if end == first:
             return manifest
         return replace(
