@@ -67,8 +67,8 @@ class HandoffManifest:
     first_tokens: tuple[FirstToken, ...]
     prefix: PrefixTokens | None = None
     """Tokens of cached blocks, where the source's engine keeps them."""
-    num_offloaded_blocks: int = 0
-    """Last blocks, which came out of the source's tiers."""
+    offloaded_wait_s: float = 0.0
+    """Time for which the source waited for blocks out of its tiers."""
 
 
 @dataclass(slots=True, eq=False)

@@ -63,6 +63,8 @@ class ReadAhead:
         self._reads: deque[_Read] = deque()
         """The piece that is used, and the one after it."""
         self._is_first_used = False
+        self.waited_s = 0.0
+        """Time for which pieces were waited for."""
 
     def begin(self, wanted: OffloadedBlocks) -> None:
         """Begin to read the piece after those that were begun."""
@@ -73,11 +75,15 @@ class ReadAhead:
         if self._is_first_used:
             await end_all([self._reads.popleft().task])
         self._is_first_used = True
+        now_s = asyncio.get_running_loop().time
+        begun_s = now_s()
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.shield(self._reads[0].piece)
         except TimeoutError:
             return OffloadedPiece()
+        finally:
+            self.waited_s += now_s() - begun_s
 
     async def __aenter__(self) -> "ReadAhead":
         return self

@@ -225,10 +225,11 @@ class KvPuller:
         )
 
     def _note_pull(self, plan: PullPlan, pulled: Pulled, elapsed_s: float) -> None:
-        if not pulled.num_blocks or pulled.manifest.num_offloaded_blocks:  # the source's disk is no link
+        if not pulled.num_blocks:
             return
         if isinstance(plan.wanted, WantedBlocks):
-            self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, elapsed_s)
+            link_s = max(0.0, elapsed_s - max(0.0, pulled.manifest.offloaded_wait_s))
+            self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, link_s)
         elif pulled.idle_s <= pulled.exposed_s:  # every wait was after the end of the prefill
             self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, max(pulled.exposed_s, pulled.transfer_s))
 

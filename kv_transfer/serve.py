@@ -213,7 +213,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             num_tokens=end * self._store.shape.block_size,
             num_blocks=end,
             last_block_hash=hashes[end - 1],
-            num_offloaded_blocks=end - first,
+            offloaded_wait_s=reads.waited_s,
         )
 
     async def _write(self, messages: Iterable[pb.FetchBlocksResponse], puller: "_Puller") -> None:

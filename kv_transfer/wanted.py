@@ -94,7 +94,7 @@ class WantedBlocks:
             last_block_hash=last_hash,
             first_tokens=(),
             prefix=self._prefix(manifest),
-            num_offloaded_blocks=manifest.num_offloaded_blocks,
+            offloaded_wait_s=manifest.offloaded_wait_s,
         )
 
     def _prefix(self, manifest: pb.Manifest) -> PrefixTokens | None:

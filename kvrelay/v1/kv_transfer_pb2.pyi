@@ -481,7 +481,7 @@ class Manifest(_message.Message):
     AGE_S_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     HASH_ROOT_FIELD_NUMBER: _builtins.int
-    NUM_OFFLOADED_BLOCKS_FIELD_NUMBER: _builtins.int
+    OFFLOADED_WAIT_S_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens whose KV was handed over or already held by the puller."""
     num_blocks: _builtins.int
@@ -494,8 +494,8 @@ class Manifest(_message.Message):
     """Tokens of cached blocks, 4 bytes each, from engines that take blocks in by their tokens; else empty."""
     hash_root: _builtins.bytes
     """First link of their hashes."""
-    num_offloaded_blocks: _builtins.int
-    """How many of the last blocks came out of tiers."""
+    offloaded_wait_s: _builtins.float
+    """Seconds for which the serving worker waited for blocks out of its tiers: they say nothing about the link."""
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestToken]:
         """The first token of each sample."""
@@ -510,11 +510,11 @@ class Manifest(_message.Message):
         age_s: _builtins.float = ...,
         tokens: _builtins.bytes = ...,
         hash_root: _builtins.bytes = ...,
-        num_offloaded_blocks: _builtins.int = ...,
+        offloaded_wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "first_tokens", b"first_tokens", "hash_root", b"hash_root", "last_block_hash", b"last_block_hash", "num_blocks", b"num_blocks", "num_offloaded_blocks", b"num_offloaded_blocks", "num_tokens", b"num_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "first_tokens", b"first_tokens", "hash_root", b"hash_root", "last_block_hash", b"last_block_hash", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "offloaded_wait_s", b"offloaded_wait_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

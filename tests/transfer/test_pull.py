@@ -1,6 +1,7 @@
 """The puller against a peer that lies, breaks off or is another one: it never reports a transfer as complete."""
 
 import asyncio
+import math
 import os
 import threading
 from dataclasses import replace
@@ -133,6 +134,18 @@ BLOCK_LIES: dict[str, list[pb.FetchBlocksResponse]] = {
     ],
     "there is no manifest": [OPENED, chunk(1), chunk(2)],
 }
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1e9, -1e9, math.nan])
+async def test_a_link_is_not_measured_by_the_time_of_its_sources_tiers(wait_s: float) -> None:
+    script = [OPENED, chunk(1), chunk(2), blocks_manifest(3, offloaded_wait_s=wait_s)]
+    took_s: list[float] = []
+    async with pulling(Peer(script)) as (puller, _store, channel):
+        puller._on_pull = lambda _peer, _transport, _num_bytes, seconds: took_s.append(seconds)  # noqa: SLF001
+        await puller.pull(blocks_plan(), channel)
+    (seconds,) = took_s
+    assert (seconds == 0.0) is (wait_s == 1e9)
+    assert 0 <= seconds < 60
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 2, 3])
