@@ -25,7 +25,9 @@ class OffloadedBlocks:
     root: HashRoot
     """Root of the hashes."""
     chunk_bytes: int
-    """Most bytes of a message."""
+    """Most bytes of a chunk."""
+    is_staged: bool = False
+    """Whether the puller reads them out of the buffers, and no chunks are sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,11 @@ class OffloadedPiece:
 
 class Offloaded(Protocol):
     """Blocks outside the pages. Event loop only."""
+
+    @property
+    def staging(self) -> pb.SharedMemory | None:
+        """The buffers, for pullers on this host; None: they are not shared."""
+        ...
 
     def num_held(self, hashes: BlockHashes, first_block: int) -> int:
         """Return how many leading blocks a puller has once it has got these, if it has those before `first_block`."""

@@ -23,6 +23,7 @@ from engine.window_ids import NO_WINDOWS, WindowIds
 from kv_transfer.handoff import HandoffManifest
 from kv_transfer.transports.grpc_chunks import ChunkReceiver, GrpcChunks
 from kv_transfer.transports.registry import WorkerTransports
+from kv_transfer.transports.shared_memory import SharedMemory
 from kv_transfer.transports.transport import PeerLife, PullTarget, Transport, to_end
 from kv_transfer.wanted import Wanted, WantedBlocks
 from kvrelay.v1 import kv_transfer_pb2 as pb
@@ -183,6 +184,7 @@ class KvPuller:
         times = _Times(self._clock)
         chunks = ChunkReceiver(self._store, target)
         """Takes what comes out of tiers, where the transport has other messages."""
+        staged, num_staged = None, 0
         transport: Transport | None = None
         async with AsyncExitStack() as held:
             while True:
@@ -194,7 +196,7 @@ class KvPuller:
                     case "opened" if transport is None:
                         fetching = self._transports.fetch(plan.life, offered, message.opened, target)
                         transport, receiver = await held.enter_async_context(fetching)
-                        lends = message.opened.lends
+                        lends, memory = message.opened.lends, message.opened.offloaded_memory
                     case kind if transport is not None and kind == transport.payload:
                         times.stamp()
                         await to_end(receiver.take, message)
@@ -203,6 +205,13 @@ class KvPuller:
                             await call.write(pb.FetchBlocksRequest(taken=pb.TakenBlocks()))
                     case "chunk" if transport is not None and plan.wanted.takes_offloaded:
                         await to_end(chunks.take, message)
+                    case "staged" if transport is not None and plan.wanted.takes_offloaded:
+                        if staged is None:
+                            mapping = self._transports.staged(plan.life, memory, self._store, target)
+                            staged = held.enter_context(mapping)
+                        await to_end(staged.take, message)
+                        num_staged += len(message.staged.block_ids)
+                        await call.write(pb.FetchBlocksRequest(taken=pb.TakenBlocks()))
                     case "manifest" if transport is not None:
                         manifest = plan.wanted.verify(message.manifest, target.missing)
                         break
@@ -211,9 +220,11 @@ class KvPuller:
         num_blocks = max(0, manifest.num_blocks - plan.first_block)
         shape = self._store.shape
         kv_bytes = num_blocks * shape.block_bytes + num_window_pages * shape.window_page_bytes
-        if chunk_bytes := chunks.num_blocks * shape.block_bytes:
-            self._on_bytes(TRANSPORT_NUMBERS[GrpcChunks.name], chunk_bytes)
-        self._on_bytes(transport.number, kv_bytes - chunk_bytes)
+        offloaded = {GrpcChunks.name: chunks.num_blocks, SharedMemory.name: num_staged}
+        for name, num_offloaded in offloaded.items():
+            if num_offloaded:
+                self._on_bytes(TRANSPORT_NUMBERS[name], num_offloaded * shape.block_bytes)
+        self._on_bytes(transport.number, kv_bytes - sum(offloaded.values()) * shape.block_bytes)
         return Pulled(
             manifest=manifest,
             transport=transport.number,

@@ -3,7 +3,7 @@
 One stream: OpenFetch ▸ FetchOpened ▸ (SealedBlocks | BlockChunk)* ▸ Manifest ▸ AckFetch. The end of the stream ends the
 handoff: an acknowledgement releases it; anything else aborts it and stops the prefill that fills it. Cached blocks are
 pinned between two engine steps, and then served as a complete handoff. What follows them in tiers is sent out of
-buffers, in chunks whatever the transport, and takes no pages (`offloaded.py`).
+buffers and takes no pages (`offloaded.py`): a puller on this host copies it from there, others get it in chunks.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
 from kv_transfer.offloaded import Offloaded, OffloadedBlocks, ReadAhead
 from kv_transfer.transports.grpc_chunks import GrpcChunks
 from kv_transfer.transports.registry import WorkerTransports
+from kv_transfer.transports.shared_memory import SharedMemory
 from kv_transfer.transports.transport import Lending, Seal, Transport, to_end
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
@@ -157,6 +158,9 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         transport = self._settings.transports.choose(opened)
         reply = pb.FetchOpened(transport=worker_pb2.KvTransport.ValueType(transport.number))
         transport.describe(reply)
+        staging = None if self._settings.offloaded is None else self._settings.offloaded.staging
+        if staging is not None and opened.hash_root and self._settings.transports.can_stage(opened):
+            reply.offloaded_memory.CopyFrom(staging)
         await puller.context.write(pb.FetchBlocksResponse(opened=reply))
         next_block = opened.first_block
         while True:
@@ -172,18 +176,21 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 break
             else:
                 await handoff.changed()
-        manifest = await self._send_offloaded(handoff, handoff.manifest, opened, puller)
+        is_staged = reply.HasField("offloaded_memory")
+        manifest = await self._send_offloaded(handoff, opened, puller, is_staged=is_staged)
         sent = self._manifest(manifest, age_s=self._table.age_s(handoff))
         await puller.context.write(pb.FetchBlocksResponse(manifest=sent))
 
     async def _send_offloaded(
-        self, handoff: Handoff, manifest: HandoffManifest, opened: pb.OpenFetch, puller: "_Puller"
+        self, handoff: Handoff, opened: pb.OpenFetch, puller: "_Puller", *, is_staged: bool
     ) -> HandoffManifest:
         """Send blocks that are outside the pages, behind those that the puller has by now; returns what it has then."""
-        offloaded = self._settings.offloaded
+        manifest, offloaded = handoff.manifest, self._settings.offloaded
+        assert manifest is not None, "the pages were sent"
         if opened.handoff_id or not opened.hash_root or offloaded is None:
             return manifest
         hashes, root = self._hashes(opened), HashRoot(opened.hash_root)
+        via = TRANSPORT_NUMBERS[SharedMemory.name if is_staged else GrpcChunks.name]
         first = end = max(manifest.num_blocks, opened.first_block)
         num_held = offloaded.num_held(hashes, first)
 
@@ -194,6 +201,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 hashes=hashes[first_block:num_held],
                 root=root,
                 chunk_bytes=self._settings.chunk_bytes,
+                is_staged=is_staged,
             )
 
         async with ReadAhead(offloaded, timeout_s=self._settings.lease_ttl_s) as reads:
@@ -205,7 +213,9 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 if end < num_held:
                     reads.begin(wanted(end))
                 await self._write(piece.messages, puller)
-                self._on_bytes(TRANSPORT_NUMBERS[GrpcChunks.name], piece.num_blocks * self._store.shape.block_bytes)
+                if is_staged:
+                    await self._await_taken(puller)
+                self._on_bytes(via, piece.num_blocks * self._store.shape.block_bytes)
         if end == first:
             return manifest
         return replace(
@@ -262,10 +272,13 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             raise HandoffGone("other transfers have all slots of the ring") from None
 
     async def _take_back(self, lending: Lending, puller: "_Puller") -> None:
+        await self._await_taken(puller)
+        lending.take_back()
+
+    async def _await_taken(self, puller: "_Puller") -> None:
         message = await self._next(puller.requests, late="the puller does not say that it has taken its blocks")
         if message is None or message.WhichOneof("message") != "taken":
             raise HandoffGone("the puller left before it had taken its blocks")
-        lending.take_back()
 
     def _manifest(self, manifest: HandoffManifest, *, age_s: float) -> pb.Manifest:
         return message_of(

@@ -38,6 +38,7 @@ from engine.steps.landing import Landing
 from kv_tiers.tiers import DISK, Tiers, TierSettings
 from kv_transfer.offloaded import OffloadedBlocks, OffloadedPiece
 from kv_transfer.transports.transport import to_end
+from kvrelay.v1 import kv_transfer_pb2 as pb
 from worker.held_blocks import HeldBlocks
 from worker.tier_reads import TierReads, piece_blocks
 from worker.tier_serving import TierServing
@@ -311,6 +312,11 @@ class WorkerTiers:
             self._woken.set()  # blocks that could not be read have left the tiers
 
     # ── for other workers ───────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def staging(self) -> pb.SharedMemory | None:
+        """See `Offloaded`."""
+        return self.serving.staging
 
     def num_held(self, hashes: BlockHashes, first_block: int) -> int:
         """See `Offloaded`."""

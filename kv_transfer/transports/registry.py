@@ -1,17 +1,26 @@
 """All transports, and those that one worker may use."""
 
-from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from common.config import TransferConfig
 from common.errors import KvIncomplete, LayoutMismatch
 from common.ids import Epoch
+from common.wire_names import TRANSPORT_NUMBERS
 from engine.kv_store import KvStore
 from kv_transfer.transports.cuda_ipc import CudaIpc
 from kv_transfer.transports.grpc_chunks import GrpcChunks
 from kv_transfer.transports.nixl import Nixl
 from kv_transfer.transports.shared_memory import SharedMemory
-from kv_transfer.transports.transport import PeerLife, PeerMemoryUnreachable, PullTarget, Receiver, Transport
+from kv_transfer.transports.staging import StagedReceiver, mapped_staging
+from kv_transfer.transports.transport import (
+    PeerLife,
+    PeerMemoryUnreachable,
+    PullTarget,
+    Receiver,
+    Transport,
+    is_same_host,
+)
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
@@ -71,6 +80,23 @@ class WorkerTransports:
         except PeerMemoryUnreachable as error:
             self._unreachable[peer.worker_id, transport.name] = peer.epoch
             raise KvIncomplete(f"the memory of {peer.worker_id} cannot be mapped: {error}") from error
+
+    def can_stage(self, opened: pb.OpenFetch) -> bool:
+        """Return whether the puller can map buffers of ours, as the settings of both let it."""
+        allowed = any(transport.name == SharedMemory.name for transport in self._transports)
+        return allowed and TRANSPORT_NUMBERS[SharedMemory.name] in opened.transports and is_same_host(opened)
+
+    @contextmanager
+    def staged(
+        self, peer: PeerLife, memory: pb.SharedMemory, store: KvStore, target: PullTarget
+    ) -> Iterator[StagedReceiver]:
+        """Hold a peer's buffers, mapped. Raises KvIncomplete when that cannot be done."""
+        try:
+            with mapped_staging(memory, store, target) as receiver:
+                yield receiver
+        except PeerMemoryUnreachable as error:
+            self._unreachable[peer.worker_id, SharedMemory.name] = peer.epoch
+            raise KvIncomplete(f"the buffers of {peer.worker_id} cannot be mapped: {error}") from error
 
     def forget(self, peer: PeerLife) -> None:
         """Release what the transports keep for a peer: the connection to it has ended."""

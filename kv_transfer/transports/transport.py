@@ -80,7 +80,7 @@ class Receiver(Protocol):
 
 
 class SealedReceiver(ABC):
-    """A `Receiver` of messages that name pages of the server."""
+    """A `Receiver` of messages that name pages or buffers of the server."""
 
     def __init__(self, target: PullTarget) -> None:
         self._target = target
@@ -91,7 +91,7 @@ class SealedReceiver(ABC):
 
     def take(self, message: pb.FetchBlocksResponse) -> None:
         """See `Receiver`."""
-        blocks = message.sealed
+        blocks = message.staged if message.HasField("staged") else message.sealed
         indexes = range(blocks.first_block, blocks.first_block + len(blocks.block_ids))
         pages = self._target.pages_of(indexes)
         try:

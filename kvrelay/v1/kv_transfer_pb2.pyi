@@ -97,8 +97,8 @@ class OpenFetch(_message.Message):
     ticket: _builtins.str
     """The puller's right to what it asks for, as its own caller gave it."""
     hash_root: _builtins.bytes
-    """Root of the hashes: behind the blocks in its pages, the serving worker sends what its tiers have of this tenant, as
-    chunks beside the messages of the transport. Empty: only what is in pages.
+    """Root of the hashes: behind the blocks in its pages, the serving worker sends what its tiers have of this tenant,
+    staged where memory is shared, else in chunks, beside the messages of the transport. Empty: only what is in pages.
     """
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_worker_pb2.KvTransport.ValueType]:
@@ -185,7 +185,7 @@ class FetchBlocksRequest(_message.Message):
 
     @_builtins.property
     def taken(self) -> Global___TakenBlocks:
-        """After each SealedBlocks, where the serving worker lends."""
+        """After each SealedBlocks, where the serving worker lends or stages."""
 
     def __init__(
         self,
@@ -337,6 +337,7 @@ class FetchOpened(_message.Message):
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     NIXL_MEMORY_FIELD_NUMBER: _builtins.int
     LENDS_FIELD_NUMBER: _builtins.int
+    OFFLOADED_MEMORY_FIELD_NUMBER: _builtins.int
     transport: _worker_pb2.KvTransport.ValueType
     """Transport of this stream."""
     lends: _builtins.bool
@@ -353,6 +354,10 @@ class FetchOpened(_message.Message):
     def nixl_memory(self) -> Global___NixlMemory:
         """With NIXL."""
 
+    @_builtins.property
+    def offloaded_memory(self) -> Global___SharedMemory:
+        """With shared memory: the buffers for blocks out of tiers, if any come."""
+
     def __init__(
         self,
         *,
@@ -361,10 +366,11 @@ class FetchOpened(_message.Message):
         device_memory: Global___DeviceMemory | None = ...,
         nixl_memory: Global___NixlMemory | None = ...,
         lends: _builtins.bool = ...,
+        offloaded_memory: Global___SharedMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "nixl_memory", b"nixl_memory", "shared_memory", b"shared_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "nixl_memory", b"nixl_memory", "offloaded_memory", b"offloaded_memory", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "lends", b"lends", "nixl_memory", b"nixl_memory", "shared_memory", b"shared_memory", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "lends", b"lends", "nixl_memory", b"nixl_memory", "offloaded_memory", b"offloaded_memory", "shared_memory", b"shared_memory", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,7 +412,7 @@ Global___SealedBlocks: _TypeAlias = SealedBlocks  # noqa: Y015
 
 @_typing.final
 class BlockChunk(_message.Message):
-    """A piece of a block (gRPC; by any transport of blocks out of tiers), at most 1 MiB."""
+    """A piece of a block (gRPC, or out of tiers), at most 1 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -530,6 +536,7 @@ class FetchBlocksResponse(_message.Message):
     SEALED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    STAGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___FetchOpened:
         """First."""
@@ -540,11 +547,15 @@ class FetchBlocksResponse(_message.Message):
 
     @_builtins.property
     def chunk(self) -> Global___BlockChunk:
-        """gRPC; blocks out of tiers."""
+        """gRPC; blocks out of tiers, where no memory is shared."""
 
     @_builtins.property
     def manifest(self) -> Global___Manifest:
         """Last."""
+
+    @_builtins.property
+    def staged(self) -> Global___SealedBlocks:
+        """Blocks out of tiers, in offloaded_memory; each message is answered by TakenBlocks."""
 
     def __init__(
         self,
@@ -553,12 +564,13 @@ class FetchBlocksResponse(_message.Message):
         sealed: Global___SealedBlocks | None = ...,
         chunk: Global___BlockChunk | None = ...,
         manifest: Global___Manifest | None = ...,
+        staged: Global___SealedBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message", "opened", b"opened", "sealed", b"sealed", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message", "opened", b"opened", "sealed", b"sealed", "staged", b"staged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "sealed", "chunk", "manifest"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "sealed", "chunk", "manifest", "staged"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

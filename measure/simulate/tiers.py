@@ -121,6 +121,10 @@ class SimWorkerTiers(WorkerTiers):
         self._blocks.touch(hashes.digests())
         return super().num_worth_reading(hashes)
 
+    @property
+    def staging(self) -> None:
+        """There are no bytes to share."""
+
     def num_held(self, hashes: BlockHashes, first_block: int) -> int:
         """See `Offloaded`."""
         self._blocks.touch(hashes.digests())
@@ -138,14 +142,14 @@ class SimWorkerTiers(WorkerTiers):
     @asynccontextmanager
     async def piece(self, wanted: OffloadedBlocks) -> AsyncIterator[OffloadedPiece]:
         """See `Offloaded`. Whose pages a message names does not matter where pages have no bytes."""
-        free = await self._buffers.take(wanted.puller)
+        buffer = await self._buffers.take(wanted.puller)
         try:
             num_blocks = await self._read_piece(wanted.hashes.digests())
             self.serving.num_served += num_blocks
             messages = [sealed(wanted.first_block, [BlockId(0)] * num_blocks)] if num_blocks else []
             yield OffloadedPiece(num_blocks=num_blocks, messages=messages)
         finally:
-            free()
+            buffer.free()
 
     async def _read_piece(self, hashes: Sequence[BlockHash]) -> int:
         """Read the first of some blocks; returns how many: 0 when one is not there."""

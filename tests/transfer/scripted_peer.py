@@ -58,6 +58,8 @@ class Peer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self.offered.append(list(opened.open.transports))
         for message in self.script:
             await context.write(message)
+            if message.HasField("staged"):
+                await anext(request_iterator, None)
         if self.end is not None:
             await self.end(context)
         elif self.script[-1].WhichOneof("message") == "manifest":

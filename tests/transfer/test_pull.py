@@ -4,15 +4,19 @@ import asyncio
 import math
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import xxhash
 
 from common.block_hash import BlockHashes
 from common.errors import HandoffGone, KvIncomplete, WorkerLost
 from common.ids import BlockId, Epoch, HashRoot
 from common.rpc import abort
+from engine.device.shared_memory import allocate_region
 from engine.fake_pages import FakeKvStore
 from kv_transfer.pull import PullPlan
 from kv_transfer.wanted import WantedBlocks
@@ -97,13 +101,78 @@ async def test_chunks_beside_shared_pages_are_taken_only_where_they_were_asked_f
     )
     opened = pb.FetchBlocksResponse(opened=pb.FetchOpened(transport=worker_pb2.KV_TRANSPORT_SHM, shared_memory=shared))
     script = [opened, chunk(1), chunk(2), blocks_manifest(3)]
-    with_root = WantedBlocks(hashes=HASHES, block_size=4, root=HashRoot(b"r" * 32))
     async with pulling(Peer(script)) as (puller, store, channel):
-        await puller.pull(replace(blocks_plan(), wanted=with_root), channel)
+        await puller.pull(replace(blocks_plan(), wanted=WITH_ROOT), channel)
         assert pages(store)[5] == pages(store)[2] == BLOCK
     async with pulling(Peer(script)) as (puller, _store, channel):
         with pytest.raises(KvIncomplete, match="unexpected chunk"):
             await puller.pull(blocks_plan(), channel)
+
+
+STAGED_LIES: dict[str, dict[str, Any]] = {
+    "a checksum is wrong": {"checksums": [1, 2]},
+    "a checksum is missing": {"checksums": []},
+    "places have a hole": {"block_ids": [0, 2]},
+    "a place is outside": {"block_ids": [3, 4]},
+    "there are no places": {"block_ids": [], "checksums": []},
+    "a block was not asked for": {"first_block": 2},
+}
+
+
+def staged(**changes: Any) -> pb.FetchBlocksResponse:
+    fields: dict[str, Any] = {"first_block": 1, "block_ids": [0, 1], "checksums": [xxhash.xxh3_64_intdigest(BLOCK)] * 2}
+    return pb.FetchBlocksResponse(staged=pb.SealedBlocks(**(fields | changes)))
+
+
+@contextmanager
+def buffers(**changes: Any) -> Iterator[pb.FetchBlocksResponse]:
+    """Share four buffers of a block, and yield the message that names them beside gRPC."""
+    memory, region = allocate_region(4 * len(BLOCK))
+    assert region is not None
+    memory[: 2 * len(BLOCK)] = 2 * BLOCK
+    fields: dict[str, Any] = {"pid": os.getpid(), "fd": region.fd, "size_bytes": region.size_bytes, "num_blocks": 4}
+    shared = pb.SharedMemory(**(fields | {"nonce": region.nonce} | changes))
+    yield pb.FetchBlocksResponse(opened=pb.FetchOpened(transport=worker_pb2.KV_TRANSPORT_GRPC, offloaded_memory=shared))
+    memory.close()
+
+
+WITH_ROOT = WantedBlocks(hashes=HASHES, block_size=4, root=HashRoot(b"r" * 32))
+
+
+async def test_staged_blocks_are_copied_out_of_the_buffers_of_a_peer() -> None:
+    with buffers() as opened:
+        async with pulling(Peer([opened, staged(), blocks_manifest(3)])) as (puller, store, channel):
+            await puller.pull(replace(blocks_plan(), wanted=WITH_ROOT), channel)
+            assert pages(store)[5] == pages(store)[2] == BLOCK
+
+
+@pytest.mark.parametrize("lie", STAGED_LIES)
+async def test_a_lie_about_staged_blocks_ends_the_pull(lie: str) -> None:
+    with buffers() as opened:
+        script = [opened, staged(**STAGED_LIES[lie]), blocks_manifest(3)]
+        async with pulling(Peer(script)) as (puller, _store, channel):
+            with pytest.raises(KvIncomplete):
+                await puller.pull(replace(blocks_plan(), wanted=WITH_ROOT), channel)
+
+
+async def test_staged_blocks_that_were_not_asked_for_end_the_pull() -> None:
+    with buffers() as opened:
+        async with pulling(Peer([opened, staged(), blocks_manifest(3)])) as (puller, _store, channel):
+            with pytest.raises(KvIncomplete, match="unexpected staged"):
+                await puller.pull(blocks_plan(), channel)
+
+
+@pytest.mark.parametrize("changes", [{"nonce": b"n" * 16}, {"num_blocks": 5}, {"pid": 1 << 30}])
+async def test_buffers_that_cannot_be_mapped_are_not_asked_for_again(changes: dict[str, Any]) -> None:
+    with buffers(**changes) as opened:
+        peer = Peer([opened, staged(), blocks_manifest(3)])
+        async with pulling(peer) as (puller, _store, channel):
+            for _ in range(2):
+                with pytest.raises(KvIncomplete, match="cannot be mapped"):
+                    await puller.pull(replace(blocks_plan(), wanted=WITH_ROOT), channel)
+        first, second = peer.offered
+        assert worker_pb2.KV_TRANSPORT_SHM in first
+        assert worker_pb2.KV_TRANSPORT_SHM not in second
 
 
 def blocks_manifest(num_held: int, **changes: Any) -> pb.FetchBlocksResponse:

@@ -2,18 +2,28 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from typing import Any, cast
 
 import pytest
 
 from common.block_hash import BlockHashes
 from common.clock import SystemClock
-from common.ids import HashRoot
+from common.config import TransferConfig
+from common.ids import Epoch, HashRoot, WorkerId
 from common.trust.sealing import root_tag
-from engine.fake_pages import fake_shape
+from common.wire_names import TRANSPORT_NUMBERS
+from engine.device.shared_memory import host_id
+from engine.fake_pages import FakeKvStore, fake_shape
+from engine.steps.landing import Pinned
+from engine.thread import EngineDriver
 from kv_tiers.tiers import Tiers
+from kv_transfer.handoff import HandoffTable
 from kv_transfer.offloaded import OffloadedBlocks, OffloadedPiece
+from kv_transfer.serve import KvTransferService, ServeSettings
+from kv_transfer.transports.registry import WorkerTransports
+from kvrelay.v1 import kv_transfer_pb2 as pb
+from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE
 from tests.worker.cluster import Pool, core_of, running_pool
 from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, outcomes, prompt, where
@@ -75,6 +85,8 @@ async def test_a_worker_without_a_free_page_serves_its_tiers(transports: tuple[s
             answer = await other.pair("prefill-2", "decode-0").generate(prompt(2, max_tokens=4, seed=1), where(source))
         assert (answer.num_pulled, answer.tokens) == (len(PREFIX), plain.tokens)
         assert serving_of(source).num_served == PREFIX_BLOCKS - num_in_pages
+        via = TRANSPORT_NUMBERS[transports[0]]
+        assert set(source.runtime.bytes_sent) == {via}, "out of shared buffers, or in chunks"
         assert gauge(source, "kvrelay_tier_served_blocks_total") == PREFIX_BLOCKS - num_in_pages
         assert source.runtime.load.num_free_blocks == 0
 
@@ -191,6 +203,87 @@ async def test_pieces_of_slow_pullers_are_bounded_for_each_and_in_all() -> None:
             bytes([i]) * SHAPE.block_bytes for i in range(2)
         )
         assert {message.chunk.block_index for message in piece.messages} == {4, 5}
+    serving.close()
+
+
+class _Offloaded:
+    """Tiers that have all blocks."""
+
+    def __init__(self, serving: TierServing) -> None:
+        self.piece = serving.piece
+        self.staging = serving.staging
+
+    def num_held(self, hashes: BlockHashes, _first_block: int) -> int:
+        return len(hashes)
+
+
+class _Engine:
+    """An engine without cached blocks."""
+
+    async def pin(self, _hashes: BlockHashes) -> Pinned:
+        return Pinned()
+
+    def post(self, _work: Any) -> None:
+        pass
+
+
+class _Call:
+    """A puller's call: it reads all that it is sent, or one message."""
+
+    def __init__(self, *, num_read: int | None = None) -> None:
+        self.sent: list[pb.FetchBlocksResponse] = []
+        self._num_read = num_read
+
+    async def write(self, message: pb.FetchBlocksResponse) -> None:
+        if len(self.sent) == self._num_read:
+            await asyncio.Event().wait()
+        self.sent.append(message)
+
+    async def abort(self, _code: Any, details: str, _trailing: Any) -> None:
+        raise RuntimeError(details)
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_a_puller_that_takes_no_blocks_holds_a_buffer_for_the_time_to_live(transport: str) -> None:
+    serving = TierServing(held_tiers(), SHAPE, SystemClock(), lambda _num_bytes, _seconds: None)
+    store = FakeKvStore(num_blocks=8, block_size=BLOCK_SIZE)
+    table = HandoffTable(block_size=BLOCK_SIZE, lease_ttl_s=0.1, clock=SystemClock())
+    service = KvTransferService(
+        table=table,
+        engine=cast("EngineDriver", _Engine()),
+        store=store,
+        settings=ServeSettings(
+            worker_id=WorkerId("prefill-0"),
+            check_pull=lambda _source, _opened: None,
+            epoch=lambda: Epoch(1),
+            transports=WorkerTransports.configured(TransferConfig(transports=(transport,)), store),
+            lease_ttl_s=0.1,
+            offloaded=_Offloaded(serving),
+        ),
+        track=nullcontext,
+        on_bytes=lambda _transport, _count: None,
+    )
+
+    async def requests() -> AsyncIterator[pb.FetchBlocksRequest]:
+        opened = pb.OpenFetch(
+            epoch=1,
+            layout_fingerprint=store.shape.fingerprint,
+            transports=[worker_pb2.KvTransport.ValueType(TRANSPORT_NUMBERS[transport])],
+            host_id=host_id(),
+            block_hashes=HASHES.packed,
+            hash_root=ROOT,
+        )
+        yield pb.FetchBlocksRequest(open=opened)
+        await asyncio.Event().wait()
+
+    call: Any = _Call(num_read=None if transport == "shm" else 1)
+    async with asyncio.timeout(60):
+        with pytest.raises(RuntimeError, match="puller"):
+            await service.FetchBlocks(requests(), call)
+    assert [message.WhichOneof("message") for message in call.sent] == ["opened", "staged"][: len(call.sent)]
+    assert len(call.sent) == (2 if transport == "shm" else 1)
+    assert serving.buffers.num_users == 0
+    assert table.num_leases == 0
     serving.close()
 
 
