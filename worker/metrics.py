@@ -105,6 +105,19 @@ class RuntimeCollector(Collector):
         )
         served.add_metric(labels, tiers.serving.num_served)
         yield served
+        read_ahead = self._runtime.read_ahead
+        ahead = CounterMetricFamily(
+            "kvrelay_tier_reads_ahead", "Reads for requests that had not come", labels=["worker", "role", "outcome"]
+        )
+        for outcome in PullOutcome:
+            ahead.add_metric([*labels, outcome.value], read_ahead.outcomes[outcome])
+        yield ahead
+        blocks_ahead = CounterMetricFamily(
+            "kvrelay_tier_blocks_ahead", "Blocks that were read ahead, by their use", labels=["worker", "role", "use"]
+        )
+        blocks_ahead.add_metric([*labels, "used"], read_ahead.blocks.num_used)
+        blocks_ahead.add_metric([*labels, "wasted"], read_ahead.blocks.num_wasted)
+        yield blocks_ahead
         missed = CounterMetricFamily(
             "kvrelay_tier_missed", "Blocks that left their page before they were copied", labels=["worker", "role"]
         )

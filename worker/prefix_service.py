@@ -1,6 +1,6 @@
-"""PrefixService: lists the most valuable prefixes in this worker's cache, and pulls those of others.
+"""PrefixService: lists the most valuable prefixes in this worker's cache, pulls those of others, and reads tiers ahead.
 
-Those are the prefixes of a worker that leaves, or the first ones of a new worker. Chains are pulled most valuable
+The former are the prefixes of a worker that leaves, or the first ones of a new worker. Chains are pulled most valuable
 first, in pieces of a few megabytes. Each piece is pulled like the prefix of a request (`prefix_pull.py`: pinned there,
 verified and published here), and the engine serves others between two pieces. A piece gets only pages that are empty
 or hold less valuable blocks, and none that waiting requests need.
@@ -15,7 +15,9 @@ from typing import Any
 
 import grpc
 
+from common.block_hash import HASH_BYTES, ROOT_BYTES, BlockHashes
 from common.errors import InvalidRequest, KvrelayError
+from common.ids import HashRoot
 from common.prefix_chains import MAX_BLOCKS, PrefixChain, chains_from_proto, chains_to_proto, whole_chain
 from common.rpc import error_boundary
 from kvrelay.v1 import prefix_pb2 as pb
@@ -134,16 +136,34 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
                 num_left_blocks=max(0, num_asked - intake.num_pulled - intake.num_present),
             )
 
+    async def ReadAhead(self, request: pb.ReadAheadRequest, context: Context) -> pb.ReadAheadResponse:  # noqa: D102
+        async with error_boundary(context, "ReadAhead"):
+            if len(request.hash_root) != ROOT_BYTES:
+                raise InvalidRequest(f"has {len(request.hash_root)} bytes, not {ROOT_BYTES}", field="hash_root")
+            num_bytes = len(request.block_hashes)
+            if not 0 < num_bytes <= MAX_BLOCKS * HASH_BYTES or num_bytes % HASH_BYTES:
+                why = f"{num_bytes} bytes are not 1 to {MAX_BLOCKS} hashes of {HASH_BYTES} bytes each"
+                raise InvalidRequest(why, field="block_hashes")
+            time_limit_s = _checked_time(request.time_limit_s)
+            self._runtime.check_epoch(request.epoch)
+            hashes, root = BlockHashes(request.block_hashes), HashRoot(request.hash_root)
+            with self._runtime.calls.transfer():
+                num_read = await self._runtime.read_ahead.read(hashes, root, time_limit_s=time_limit_s)
+            return pb.ReadAheadResponse(num_read_blocks=num_read)
+
     def _checked_limit(self, request: pb.PullPrefixesRequest) -> IntakeLimit:
         for name in ("worker_id", "address", "epoch"):
             if not getattr(request.source, name):
                 raise InvalidRequest("is missing", field=f"source.{name}")
         if request.source.worker_id == self._runtime.worker_id:
             raise InvalidRequest("a worker does not pull from itself", field="source.worker_id")
-        if not (math.isfinite(request.time_limit_s) and 0 < request.time_limit_s <= MAX_TIME_S):
-            raise InvalidRequest(
-                f"{request.time_limit_s:g}; must be above 0, at most {MAX_TIME_S:g}", field="time_limit_s"
-            )
+        time_s = _checked_time(request.time_limit_s)
         if not request.max_bytes:
             raise InvalidRequest("must be at least 1", field="max_bytes")
-        return IntakeLimit(time_s=request.time_limit_s, max_bytes=request.max_bytes)
+        return IntakeLimit(time_s=time_s, max_bytes=request.max_bytes)
+
+
+def _checked_time(time_limit_s: float) -> float:
+    if not (math.isfinite(time_limit_s) and 0 < time_limit_s <= MAX_TIME_S):
+        raise InvalidRequest(f"{time_limit_s:g}; must be above 0, at most {MAX_TIME_S:g}", field="time_limit_s")
+    return time_limit_s

@@ -42,6 +42,7 @@ from worker.open_calls import OpenCalls
 from worker.peers import PeerChannels
 from worker.prefill_gate import PrefillGate, Quarantine
 from worker.prefix_pull import PrefixPuller
+from worker.read_ahead import ReadAhead
 from worker.recent_steps import RecentSteps
 from worker.request import engine_request
 from worker.timing import WorkerTiming
@@ -129,6 +130,7 @@ class WorkerRuntime:
             ),
             tiers=self.tiers,
         )
+        self.read_ahead = ReadAhead(self.prefixes, num_pages=executor.kv.num_blocks, clock=clock)
         self.prefill_gate = PrefillGate(self.backlog_s)
         self.grammars = GrammarCompiler(tokenizer, executor)
         self.quarantine = Quarantine()
@@ -321,6 +323,7 @@ class WorkerRuntime:
             self._share_timing()
         events = report.kv_events if self.tiers is None else self.tiers.take(report)
         self.hub.publish(events, report.accepted)
+        self.read_ahead.blocks.drop(report.kv_events.removed)
         self.prefixes.note_load(report.load)
 
     def _on_tier_changes(self, events: KvEvents) -> None:

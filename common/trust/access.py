@@ -66,7 +66,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     ),
     **_methods("PrefillService", Prefill=_ROUTERS),
     **_methods("DecodeService", DecodeMany=_ROUTERS),
-    **_methods("PrefixService", ListHotPrefixes=_CONTROLLER, PullPrefixes=_CONTROLLER),
+    **_methods("PrefixService", ListHotPrefixes=_CONTROLLER, PullPrefixes=_CONTROLLER, ReadAhead=_ROUTERS),
     **_methods("KvTransferService", DescribePages=_WORKERS, FetchBlocks=_WORKERS),
     **_methods(
         "ControllerService",

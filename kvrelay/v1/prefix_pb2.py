@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import sequence_pb2 as kvrelay_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/prefix.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sequence.proto\"x\n\x0bPrefixChain\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\r\n\x05trunk\x18\x02 \x01(\r\x12\x19\n\x11num_shared_blocks\x18\x03 \x01(\r\x12\x0e\n\x06values\x18\x04 \x03(\x02\x12\x19\n\x11num_reused_blocks\x18\x05 \x01(\r\",\n\x16ListHotPrefixesRequest\x12\x12\n\nmax_blocks\x18\x01 \x01(\r\"w\n\x17ListHotPrefixesResponse\x12\'\n\x06\x63hains\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.PrefixChain\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x0f\n\x07kv_port\x18\x04 \x01(\r\"\x8d\x01\n\x13PullPrefixesRequest\x12$\n\x06source\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.KvSource\x12\'\n\x06\x63hains\x18\x02 \x03(\x0b\x32\x17.kvrelay.v1.PrefixChain\x12\x14\n\x0ctime_limit_s\x18\x03 \x01(\x01\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\"f\n\x14PullPrefixesResponse\x12\x19\n\x11num_pulled_blocks\x18\x01 \x01(\r\x12\x1a\n\x12num_present_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_left_blocks\x18\x03 \x01(\r2\xbe\x01\n\rPrefixService\x12Z\n\x0fListHotPrefixes\x12\".kvrelay.v1.ListHotPrefixesRequest\x1a#.kvrelay.v1.ListHotPrefixesResponse\x12Q\n\x0cPullPrefixes\x12\x1f.kvrelay.v1.PullPrefixesRequest\x1a .kvrelay.v1.PullPrefixesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/prefix.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sequence.proto\"x\n\x0bPrefixChain\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\r\n\x05trunk\x18\x02 \x01(\r\x12\x19\n\x11num_shared_blocks\x18\x03 \x01(\r\x12\x0e\n\x06values\x18\x04 \x03(\x02\x12\x19\n\x11num_reused_blocks\x18\x05 \x01(\r\",\n\x16ListHotPrefixesRequest\x12\x12\n\nmax_blocks\x18\x01 \x01(\r\"w\n\x17ListHotPrefixesResponse\x12\'\n\x06\x63hains\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.PrefixChain\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x0f\n\x07kv_port\x18\x04 \x01(\r\"\x8d\x01\n\x13PullPrefixesRequest\x12$\n\x06source\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.KvSource\x12\'\n\x06\x63hains\x18\x02 \x03(\x0b\x32\x17.kvrelay.v1.PrefixChain\x12\x14\n\x0ctime_limit_s\x18\x03 \x01(\x01\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\"f\n\x14PullPrefixesResponse\x12\x19\n\x11num_pulled_blocks\x18\x01 \x01(\r\x12\x1a\n\x12num_present_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_left_blocks\x18\x03 \x01(\r\"`\n\x10ReadAheadRequest\x12\x11\n\thash_root\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x14\n\x0ctime_limit_s\x18\x04 \x01(\x01\",\n\x11ReadAheadResponse\x12\x17\n\x0fnum_read_blocks\x18\x01 \x01(\r2\x88\x02\n\rPrefixService\x12Z\n\x0fListHotPrefixes\x12\".kvrelay.v1.ListHotPrefixesRequest\x1a#.kvrelay.v1.ListHotPrefixesResponse\x12Q\n\x0cPullPrefixes\x12\x1f.kvrelay.v1.PullPrefixesRequest\x1a .kvrelay.v1.PullPrefixesResponse\x12H\n\tReadAhead\x12\x1c.kvrelay.v1.ReadAheadRequest\x1a\x1d.kvrelay.v1.ReadAheadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,6 +42,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PULLPREFIXESREQUEST']._serialized_end=497
   _globals['_PULLPREFIXESRESPONSE']._serialized_start=499
   _globals['_PULLPREFIXESRESPONSE']._serialized_end=601
-  _globals['_PREFIXSERVICE']._serialized_start=604
-  _globals['_PREFIXSERVICE']._serialized_end=794
+  _globals['_READAHEADREQUEST']._serialized_start=603
+  _globals['_READAHEADREQUEST']._serialized_end=699
+  _globals['_READAHEADRESPONSE']._serialized_start=701
+  _globals['_READAHEADRESPONSE']._serialized_end=745
+  _globals['_PREFIXSERVICE']._serialized_start=748
+  _globals['_PREFIXSERVICE']._serialized_end=1012
 # @@protoc_insertion_point(module_scope)

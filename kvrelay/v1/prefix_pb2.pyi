@@ -186,3 +186,59 @@ class PullPrefixesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullPrefixesResponse: _TypeAlias = PullPrefixesResponse  # noqa: Y015
+
+@_typing.final
+class ReadAheadRequest(_message.Message):
+    """Blocks of an expected prompt: of a request that waits in the router's line, or of a session's next turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_ROOT_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TIME_LIMIT_S_FIELD_NUMBER: _builtins.int
+    hash_root: _builtins.bytes
+    """Root of the hashes, as in SequenceSpec: blocks of other roots are not found."""
+    block_hashes: _builtins.bytes
+    """Hashes of the prompt's leading blocks, 16 bytes each, from the first one on."""
+    epoch: _builtins.int
+    """The life of the worker that is believed to have them."""
+    time_limit_s: _builtins.float
+    """Stop after so many seconds."""
+    def __init__(
+        self,
+        *,
+        hash_root: _builtins.bytes = ...,
+        block_hashes: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        time_limit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "hash_root", b"hash_root", "time_limit_s", b"time_limit_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadAheadRequest: _TypeAlias = ReadAheadRequest  # noqa: Y015
+
+@_typing.final
+class ReadAheadResponse(_message.Message):
+    """Blocks that have come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_READ_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_read_blocks: _builtins.int
+    """Blocks that were read."""
+    def __init__(
+        self,
+        *,
+        num_read_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_read_blocks", b"num_read_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadAheadResponse: _TypeAlias = ReadAheadResponse  # noqa: Y015

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class PrefixServiceStub(object):
-    """Cached prefixes that move from one worker to another apart from any request: before a worker goes, or before a new one
-    begins.
+    """Cached prefixes that move apart from any request: from one worker to another before a worker goes, or before a new one
+    begins; and from a worker's tiers into its pages before a request comes.
     """
 
     def __init__(self, channel):
@@ -46,11 +46,16 @@ class PrefixServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_prefix__pb2.PullPrefixesRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_prefix__pb2.PullPrefixesResponse.FromString,
                 _registered_method=True)
+        self.ReadAhead = channel.unary_unary(
+                '/kvrelay.v1.PrefixService/ReadAhead',
+                request_serializer=kvrelay_dot_v1_dot_prefix__pb2.ReadAheadRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_prefix__pb2.ReadAheadResponse.FromString,
+                _registered_method=True)
 
 
 class PrefixServiceServicer(object):
-    """Cached prefixes that move from one worker to another apart from any request: before a worker goes, or before a new one
-    begins.
+    """Cached prefixes that move apart from any request: from one worker to another before a worker goes, or before a new one
+    begins; and from a worker's tiers into its pages before a request comes.
     """
 
     def ListHotPrefixes(self, request, context):
@@ -62,6 +67,14 @@ class PrefixServiceServicer(object):
 
     def PullPrefixes(self, request, context):
         """Bring prefixes of another worker into this one's cache, as far as they are worth more than what they displace.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadAhead(self, request, context):
+        """Bring blocks from this worker's tiers into pages for a request that is expected, as far as these are worth less.
+        Nothing is held for it afterwards: the blocks are cached like any others. A call that is cancelled stops reading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,6 +93,11 @@ def add_PrefixServiceServicer_to_server(servicer, server):
                     request_deserializer=kvrelay_dot_v1_dot_prefix__pb2.PullPrefixesRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_prefix__pb2.PullPrefixesResponse.SerializeToString,
             ),
+            'ReadAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAhead,
+                    request_deserializer=kvrelay_dot_v1_dot_prefix__pb2.ReadAheadRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_prefix__pb2.ReadAheadResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvrelay.v1.PrefixService', rpc_method_handlers)
@@ -89,8 +107,8 @@ def add_PrefixServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefixService(object):
-    """Cached prefixes that move from one worker to another apart from any request: before a worker goes, or before a new one
-    begins.
+    """Cached prefixes that move apart from any request: from one worker to another before a worker goes, or before a new one
+    begins; and from a worker's tiers into its pages before a request comes.
     """
 
     @staticmethod
@@ -137,6 +155,33 @@ class PrefixService(object):
             '/kvrelay.v1.PrefixService/PullPrefixes',
             kvrelay_dot_v1_dot_prefix__pb2.PullPrefixesRequest.SerializeToString,
             kvrelay_dot_v1_dot_prefix__pb2.PullPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.PrefixService/ReadAhead',
+            kvrelay_dot_v1_dot_prefix__pb2.ReadAheadRequest.SerializeToString,
+            kvrelay_dot_v1_dot_prefix__pb2.ReadAheadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefixServiceStub:
-    """Cached prefixes that move from one worker to another apart from any request: before a worker goes, or before a new one
-    begins.
+    """Cached prefixes that move apart from any request: from one worker to another before a worker goes, or before a new one
+    begins; and from a worker's tiers into its pages before a request comes.
     """
 
     @_typing.overload
@@ -39,11 +39,15 @@ class PrefixServiceStub:
     """Lists the blocks of this worker's cache that are worth most."""
     PullPrefixes: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.PullPrefixesRequest, _prefix_pb2.PullPrefixesResponse]
     """Bring prefixes of another worker into this one's cache, as far as they are worth more than what they displace."""
+    ReadAhead: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.ReadAheadRequest, _prefix_pb2.ReadAheadResponse]
+    """Bring blocks from this worker's tiers into pages for a request that is expected, as far as these are worth less.
+    Nothing is held for it afterwards: the blocks are cached like any others. A call that is cancelled stops reading.
+    """
 
 @_typing.type_check_only
 class PrefixServiceAsyncStub(PrefixServiceStub):
-    """Cached prefixes that move from one worker to another apart from any request: before a worker goes, or before a new one
-    begins.
+    """Cached prefixes that move apart from any request: from one worker to another before a worker goes, or before a new one
+    begins; and from a worker's tiers into its pages before a request comes.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -51,10 +55,14 @@ class PrefixServiceAsyncStub(PrefixServiceStub):
     """Lists the blocks of this worker's cache that are worth most."""
     PullPrefixes: _aio.UnaryUnaryMultiCallable[_prefix_pb2.PullPrefixesRequest, _prefix_pb2.PullPrefixesResponse]  # type: ignore[assignment]
     """Bring prefixes of another worker into this one's cache, as far as they are worth more than what they displace."""
+    ReadAhead: _aio.UnaryUnaryMultiCallable[_prefix_pb2.ReadAheadRequest, _prefix_pb2.ReadAheadResponse]  # type: ignore[assignment]
+    """Bring blocks from this worker's tiers into pages for a request that is expected, as far as these are worth less.
+    Nothing is held for it afterwards: the blocks are cached like any others. A call that is cancelled stops reading.
+    """
 
 class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Cached prefixes that move from one worker to another apart from any request: before a worker goes, or before a new one
-    begins.
+    """Cached prefixes that move apart from any request: from one worker to another before a worker goes, or before a new one
+    begins; and from a worker's tiers into its pages before a request comes.
     """
 
     @_abc_1.abstractmethod
@@ -72,5 +80,15 @@ class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefix_pb2.PullPrefixesResponse, _abc.Awaitable[_prefix_pb2.PullPrefixesResponse]]:
         """Bring prefixes of another worker into this one's cache, as far as they are worth more than what they displace."""
+
+    @_abc_1.abstractmethod
+    def ReadAhead(
+        self,
+        request: _prefix_pb2.ReadAheadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefix_pb2.ReadAheadResponse, _abc.Awaitable[_prefix_pb2.ReadAheadResponse]]:
+        """Bring blocks from this worker's tiers into pages for a request that is expected, as far as these are worth less.
+        Nothing is held for it afterwards: the blocks are cached like any others. A call that is cancelled stops reading.
+        """
 
 def add_PrefixServiceServicer_to_server(servicer: PrefixServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -242,6 +242,13 @@ def _pull_prefixes(world: World, source: Source) -> Step:
     return _unary(world.decode, "PrefixService/PullPrefixes", [request], world, source)
 
 
+def _read_ahead(world: World, source: Source) -> Step:
+    prompt = hash_blocks(_PROMPTS[1], root=ROOT, block_size=BLOCK_SIZE)
+    epoch = world.prefill.runtime.epoch
+    request = prefix_pb2.ReadAheadRequest(hash_root=ROOT, block_hashes=prompt.packed, epoch=epoch, time_limit_s=1.0)
+    return _unary(world.prefill, "PrefixService/ReadAhead", [request], world, source)
+
+
 def _ask(method: str, template: Callable[[World], Message]) -> Callable[[World, Source], Step]:
     def make(world: World, source: Source) -> Step:
         return _unary(source.choose(world.workers), method, [template(world)], world, source)
@@ -281,4 +288,5 @@ _MAKERS: Sequence[Callable[[World, Source], Step]] = (
     _ask("PrefixService/ListHotPrefixes", lambda _: prefix_pb2.ListHotPrefixesRequest(max_blocks=10)),
     _ask("WorkerService/DescribeWorker", lambda _: worker_pb2.DescribeWorkerRequest()),
     _ask("KvTransferService/DescribePages", lambda _: kv_transfer_pb2.DescribePagesRequest()),
+    _read_ahead,
 )
