@@ -117,6 +117,11 @@ class Member:
         return self.is_set_to_drain or self.is_leaving
 
     @property
+    def may_begin(self) -> bool:
+        """Whether it may be given something new to do."""
+        return self.state is WorkerState.READY and not self.is_draining
+
+    @property
     def state_text(self) -> str:
         """The state, with the reason of a refusal."""
         return f"refused: {self.why}" if self.state is WorkerState.REFUSED else self.state_name

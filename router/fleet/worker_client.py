@@ -8,14 +8,17 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
+from common.block_hash import BlockHashes
 from common.errors import KvrelayError, WorkerLost, from_rpc_error
-from common.ids import HashRoot
+from common.ids import Epoch, HashRoot
 from common.rpc import Connect, is_cancelled
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
+    prefix_pb2,
+    prefix_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -104,6 +107,7 @@ class WorkerClient:
         self._channel = connect(address)
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
+        self._prefix = prefix_pb2_grpc.PrefixServiceStub(self._channel)
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._shared: DecodeStream | None = None
         self._prefilling: WeakKeyDictionary[OwnStream[prefill_pb2.PrefillResponse], None] = WeakKeyDictionary()
@@ -122,6 +126,15 @@ class WorkerClient:
         """Let the worker drop the blocks of a root. Raises KvrelayError."""
         request = worker_pb2.ForgetBlocksRequest(hash_root=root)
         return await _answer(self._worker.ForgetBlocks(request, timeout=timeout_s))
+
+    async def read_ahead(
+        self, hashes: BlockHashes, root: HashRoot, epoch: Epoch, *, time_limit_s: float, timeout_s: float
+    ) -> int:
+        """Let the worker read blocks from its tiers into pages; returns how many came. Raises KvrelayError."""
+        request = prefix_pb2.ReadAheadRequest(
+            hash_root=root, block_hashes=hashes.packed, epoch=epoch, time_limit_s=time_limit_s
+        )
+        return (await _answer(self._prefix.ReadAhead(request, timeout=timeout_s))).num_read_blocks
 
     def watch(self, *, heartbeat_s: float = 0.0) -> Incoming[worker_pb2.WatchWorkerResponse]:
         """Subscribe to events and load, without a deadline: the call lasts as long as the worker.

@@ -216,6 +216,10 @@ class Admission:
         ticket.account.compile_s += seconds
         self._charge_seconds(ticket.account, seconds)
 
+    def charge_reading(self, account: Account, seconds: float) -> None:
+        """Charge time that a worker has read blocks for a request that left to the share of its tenant."""
+        self._charge_seconds(account, seconds)
+
     def _charge_seconds(self, account: Account, seconds: float) -> None:
         for queue in self._queues:
             queue.charge(account.tenant.name, SECOND_COST * seconds)

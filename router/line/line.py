@@ -9,6 +9,7 @@ from router.fleet.fleet import Fleet
 from router.line.admission import Admission
 from router.line.fair_queue import FairQueue
 from router.line.pool_line import PoolLine
+from router.line.read_ahead import LineReadAhead
 from router.line.wait import Wait
 from router.placement.answer_pool import AnswerPool
 from router.placement.waits import WaitingRequest
@@ -24,6 +25,7 @@ class Line:
         queues: Mapping[AnswerPool, FairQueue[Wait]],
         chooser: Chooser,
         fleet: Fleet,
+        ahead: LineReadAhead,
         clock: Clock,
     ) -> None:
         """`queues` are those that `admission` charges."""
@@ -33,6 +35,9 @@ class Line:
             pool: PoolLine(pool, admission=admission, queue=queue, chooser=chooser, fleet=fleet, clock=clock)
             for pool, queue in queues.items()
         }
+        self._ahead = ahead
+        for line in self._lines.values():
+            line.on_waiting = ahead.enter
         fleet.subscribe(self._on_change)
         admission.on_room = self._serve
 
@@ -56,8 +61,16 @@ class Line:
         return [request for line in self._lines.values() for request in line.waiting()]
 
     async def place(self, wait: Wait) -> Booking:
-        """Wait in line for a plan and return it booked; see `PoolLine.place`."""
-        return await self._lines[wait.request.pool].place(wait)
+        """Wait in line for a plan and return it booked; see `PoolLine.place`.
+
+        Meanwhile a worker may read the request's blocks from its tiers into pages.
+        """
+        booking: Booking | None = None
+        try:
+            booking = await self._lines[wait.request.pool].place(wait)
+        finally:
+            self._ahead.leave(wait, booking)
+        return booking
 
     def _on_change(self) -> None:
         for line in self._in_turn():

@@ -18,6 +18,7 @@ is followed by a rest, the longer the more it has cost; whatever happens meanwhi
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from common.clock import Clock
 from common.errors import EngineFault, Overloaded, RefusalCause, Refused, WorkerLost
@@ -80,6 +81,8 @@ class PoolLine:
         self._claims = Claims(admission=admission, fleet=fleet, clock=clock)
         self._is_short = False
         """Whether the last search found no room in the decode pool for some request."""
+        self.on_waiting: Callable[[Wait], None] = lambda _wait: None
+        """Called with a request that begins to wait."""
         self._inside: dict[Wait, None] = {}
         """Requests inside `place`, in the order in which they came."""
 
@@ -111,6 +114,7 @@ class PoolLine:
             self.serve()
             if wait.is_waiting:
                 self._forecast(wait)
+                self.on_waiting(wait)
             async with asyncio.timeout(wait.patience_ends_s - self._clock.monotonic()):
                 outcome = await granted
         except BaseException as error:

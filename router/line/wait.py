@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from common.errors import EngineFault, RefusalCause, Refused
-from common.ids import WorkerId
+from common.ids import NO_ROOT, HashRoot, WorkerId
 from router.choosing.chooser import Exclusion
 from router.choosing.shedding import Shed
 from router.fleet.booking import Booking
@@ -87,6 +87,8 @@ class Wait(Place):
 
     ticket: Ticket
     request: PlacementRequest
+    root: HashRoot = NO_ROOT
+    """Root of its hashes; empty: no blocks are read for it while it waits."""
     patience_ends_s: float = math.inf
     """Time on the router's clock at which it gives up."""
     standing: Standing = Standing.NEWCOMER

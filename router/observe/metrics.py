@@ -89,6 +89,9 @@ class RouterMetrics:
         self._actual = self._counter("kvrelay_actual_cached_tokens", "Prompt tokens found in the cache")
         self._tier_blocks = self._counter("kvrelay_planned_tier_blocks", "Blocks that plans read from tiers")
         self._tier_s = self._counter("kvrelay_planned_tier_read_seconds", "Predicted waits for nothing but these reads")
+        self._reads_ahead = self._counter(
+            "kvrelay_reads_ahead", "Waiting requests whose blocks a worker read from tiers", "outcome"
+        )
         self._cache_error = self._histogram(
             "kvrelay_prediction_cached_tokens_error", "(predicted - actual cached tokens) / tokens", _ERRORS
         )
@@ -148,6 +151,10 @@ class RouterMetrics:
     def count_refusal(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
         """Count a request that a worker had no room for."""
         self._refusals.labels(ROLE_NAMES[role]).inc()
+
+    def count_read_ahead(self, outcome: str) -> None:
+        """Count a request for which a worker has read blocks while it waited (`ReadAheadOutcome`)."""
+        self._reads_ahead.labels(outcome).inc()
 
     def compare_cached_tokens(self, *, predicted: int, actual: int) -> None:
         """Count the cached tokens that the index predicted and that the worker found."""

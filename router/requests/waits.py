@@ -76,6 +76,7 @@ class WaitBuilder:
         wait = Wait(
             ticket=ticket,
             request=request,
+            root=job.model.root,
             patience_ends_s=patience_ends_s,
             standing=Standing.of(ticket, is_set_back=group.is_set_back),
             failed_pairs=group.failed_pairs,

@@ -19,8 +19,9 @@ from router.line.admission import Admission
 from router.line.fair_queue import FairQueue
 from router.line.line import Line as RealLine
 from router.line.pool_line import MAX_CANDIDATES, REST_ASKED_S
+from router.line.read_ahead import LineReadAhead
 from router.line.wait import Standing, Wait
-from router.observe.metrics import TenantMetrics
+from router.observe.metrics import RouterMetrics, TenantMetrics
 from router.placement.answer_pool import AnswerPool
 from router.placement.calibration import DurationForecast
 from router.placement.loads import ProjectedLoad
@@ -154,8 +155,20 @@ class Line:
             max_queued=max_queued,
             metrics=TenantMetrics(self.registry),
         )
+        self.metrics = RouterMetrics()
         self.line = RealLine(
-            admission=self.admission, queues=queues, chooser=self.chooser, fleet=self.fleet, clock=self.clock
+            admission=self.admission,
+            queues=queues,
+            chooser=self.chooser,
+            fleet=self.fleet,
+            ahead=LineReadAhead(
+                chooser=self.chooser,
+                fleet=self.fleet,
+                admission=self.admission,
+                metrics=self.metrics,
+                clock=self.clock,
+            ),
+            clock=self.clock,
         )
         self.tickets: dict[str, Ticket] = {}
         self.waits_by_name: dict[str, Wait] = {}

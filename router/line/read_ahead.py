@@ -1,0 +1,190 @@
+"""Has workers read the blocks of waiting requests from their tiers, so that these are in pages when their turn comes.
+
+A request that begins to wait is a *candidate* of the worker that will most probably compute it, or be pulled from: the
+one that it waits for, or else the one that holds most of it; if that has blocks in tiers only which no other worker has
+in pages, and reads them sooner than it computes them. For `MAX_OPEN` candidates of each worker the router has its
+blocks read (`ReadAhead`, worker/read_ahead.py). A read stays *open* until its request leaves the line, so that what is
+read ahead is what comes next, and the next candidate follows.
+
+Candidates of one worker go in fair order between tenants (fair_queue.py), by blocks, and within a tenant as in line.
+A tenant whose candidate finds no place gets one of a tenant that has more than its part. Blocks that are read for a
+request which leaves without a plan are charged to its tenant's share like time of the router.
+
+A read that fails changes nothing: the request reads, pulls or computes its blocks when its turn comes.
+"""
+
+import asyncio
+import enum
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+from common.clock import Clock
+from common.errors import KvrelayError
+from common.ids import WorkerId
+from router.choosing.chooser import Chooser, OffloadedBlocks
+from router.fleet.booking import Booking
+from router.fleet.fleet import Fleet
+from router.line.admission import Admission
+from router.line.fair_queue import FairQueue
+from router.line.tenant_queue import Place
+from router.line.wait import Standing, Wait
+from router.observe.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN = 4
+"""Most requests that wait here for which one worker reads, or has read."""
+TIME_LIMIT_S = 10.0
+"""Longest read."""
+_ANSWER_S = 1.0
+"""Time for the worker's answer after that."""
+
+
+class ReadAheadOutcome(enum.Enum):
+    """What became of reads, as counted in metrics."""
+
+    USED = "used"
+    """The request's plan has the worker compute its prompt, or pulls from it."""
+    ELSEWHERE = "elsewhere"
+    """The plan does without this worker."""
+    LEFT = "left"
+    """The request left the line without a plan."""
+    DISPLACED = "displaced"
+    """Its place went to another tenant's request."""
+    FAILED = "failed"
+    """The worker could not be asked."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Candidate(Place):
+    """A waiting request, and the blocks that are to be read for it."""
+
+    wait: Wait
+    blocks: OffloadedBlocks
+    reading: "asyncio.Task[None] | None" = None
+    """None before it is open."""
+    has_failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """Candidates of one worker."""
+
+    waiting: FairQueue[_Candidate] = field(default_factory=FairQueue)
+    open: dict[_Candidate, None] = field(default_factory=dict)
+    """Those for which it reads or has read, in the order in which they began."""
+    num_open: Counter[str] = field(default_factory=Counter)
+    """Their number by tenant."""
+
+
+class LineReadAhead:
+    """Reads ahead for the requests in line. Event loop only."""
+
+    def __init__(
+        self, *, chooser: Chooser, fleet: Fleet, admission: Admission, metrics: RouterMetrics, clock: Clock
+    ) -> None:
+        self._chooser = chooser
+        self._fleet = fleet
+        self._admission = admission
+        self._metrics = metrics
+        self._clock = clock
+        self._readers: dict[WorkerId, _Reader] = {}
+        self._candidates: dict[Wait, _Candidate] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Reads under way; those of requests that have their plan go on."""
+
+    @property
+    def num_open(self) -> int:
+        """Waiting requests for which blocks are read, or have been read. Any thread."""
+        return sum(len(reader.open) for reader in list(self._readers.values()))
+
+    def enter(self, wait: Wait) -> None:
+        """Take note of a request that begins to wait."""
+        awaited = None if wait.retry is None else wait.retry.awaited
+        blocks = self._chooser.find_offloaded(wait.request, awaited=None if awaited is None else awaited.worker_id)
+        if blocks is None or not wait.root:
+            return
+        candidate = self._candidates[wait] = _Candidate(rank=wait.rank, wait=wait, blocks=blocks)
+        reader = self._readers.setdefault(blocks.worker_id, _Reader())
+        reader.waiting.add_tenant(wait.tenant, weight=wait.ticket.account.tenant.weight)
+        if wait.standing is Standing.FIRST:
+            reader.waiting.push_first(candidate)
+        else:
+            reader.waiting.push(candidate, tenant=wait.tenant)
+        if len(reader.open) >= MAX_OPEN:
+            self._displace(reader, wait)
+        self._fill(blocks.worker_id, reader)
+
+    def leave(self, wait: Wait, booking: Booking | None) -> None:
+        """Take note of a request that waits no more, with its plan if it has one."""
+        candidate = self._candidates.get(wait)
+        if candidate is None:
+            return
+        outcome = ReadAheadOutcome.LEFT
+        if booking is not None:
+            plan, worker_id = booking.plan, candidate.blocks.worker_id
+            is_used = worker_id == plan.computes or (plan.pull is not None and worker_id == plan.pull.source)
+            outcome = ReadAheadOutcome.USED if is_used else ReadAheadOutcome.ELSEWHERE
+        self._close(candidate, outcome)
+
+    def _displace(self, reader: _Reader, newcomer: Wait) -> None:
+        """Close the latest read of the tenant with most of them for its weight, if the newcomer's has fewer by one."""
+        latest = {each.wait.tenant: each for each in reader.open}
+
+        def part(wait: Wait, num_more: int) -> float:
+            return (reader.num_open[wait.tenant] + num_more) / wait.ticket.account.tenant.weight
+
+        other = max(latest.values(), key=lambda each: part(each.wait, 0))
+        if part(other.wait, -1) >= part(newcomer, 1):
+            self._close(other, ReadAheadOutcome.DISPLACED)
+
+    def _fill(self, worker_id: WorkerId, reader: _Reader) -> None:
+        """Begin reads while there are places."""
+        while len(reader.open) < MAX_OPEN:
+            now_s = self._clock.monotonic()
+            candidate = next(reader.waiting.round(now_s=now_s, skipping=(), share=reader.num_open.__getitem__), None)
+            if candidate is None:
+                break
+            reader.waiting.charge(candidate.wait.tenant, candidate.blocks.num_offloaded)
+            reader.open[candidate] = None
+            reader.num_open[candidate.wait.tenant] += 1
+            reading = candidate.reading = asyncio.get_running_loop().create_task(self._read(candidate))
+            self._tasks.add(reading)
+            reading.add_done_callback(self._tasks.discard)
+        if not reader.open and not len(reader.waiting):
+            self._readers.pop(worker_id, None)
+
+    async def _read(self, candidate: _Candidate) -> None:
+        wait, worker_id = candidate.wait, candidate.blocks.worker_id
+        member = self._fleet.members_by_id.get(worker_id)
+        if member is None or member.facts is None or not member.may_begin:
+            candidate.has_failed = True
+            return
+        hashes = wait.request.hashes[: candidate.blocks.num_blocks]
+        try:
+            await member.client.read_ahead(
+                hashes, wait.root, member.facts.epoch, time_limit_s=TIME_LIMIT_S, timeout_s=TIME_LIMIT_S + _ANSWER_S
+            )
+        except KvrelayError as error:
+            candidate.has_failed = True
+            extra = {"request_id": wait.request.request_id, "worker_id": worker_id}
+            logger.info("cannot read ahead: %s", error, extra=extra)
+
+    def _close(self, candidate: _Candidate, outcome: ReadAheadOutcome) -> None:
+        del self._candidates[candidate.wait]
+        worker_id = candidate.blocks.worker_id
+        reader = self._readers[worker_id]
+        reader.waiting.discard(candidate)
+        if candidate.reading is not None:
+            tenant = candidate.wait.tenant
+            del reader.open[candidate]
+            reader.num_open[tenant] -= 1
+            if outcome is not ReadAheadOutcome.USED:
+                candidate.reading.cancel()
+            if candidate.has_failed:
+                outcome = ReadAheadOutcome.FAILED
+            elif outcome is ReadAheadOutcome.LEFT:
+                self._admission.charge_reading(candidate.wait.ticket.account, candidate.blocks.read_s)
+            self._metrics.count_read_ahead(outcome.value)
+        self._fill(worker_id, reader)
