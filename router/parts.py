@@ -102,7 +102,7 @@ def build_router(
     admission = Admission(
         fleet=fleet, queues=queues, clock=clock, max_queued=config.max_queued, metrics=TenantMetrics(metrics.registry)
     )
-    ahead = LineReadAhead(chooser=chooser, fleet=fleet, admission=admission, metrics=metrics, clock=clock)
+    ahead = LineReadAhead(index=index, members=fleet.members_by_id, admission=admission, metrics=metrics, clock=clock)
     line = Line(admission=admission, queues=queues, chooser=chooser, fleet=fleet, ahead=ahead, clock=clock)
     orchestrator = Orchestrator(
         fleet=fleet,
@@ -130,7 +130,6 @@ def build_router(
     metrics.watch_alarms(alarms)
     metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: line.num_queued)
     metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
-    metrics.watch("kvrelay_reads_ahead_open", "Waiting requests with blocks read ahead", lambda: ahead.num_open)
     metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: len(fleet.bookings))
     metrics.watch("kvrelay_index_blocks", "Blocks known to the prefix index", lambda: index.num_blocks)
     metrics.watch(

@@ -12,7 +12,6 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Protocol
 
 from common.block_hash import BlockHashes
@@ -35,8 +34,6 @@ from router.placement.plans import FleetView, NoRoom, PlacementRequest, Plan, Po
 
 EXPECTED_TTL_S = 30.0
 """How long blocks that a plan will produce count as cached without an event from the worker."""
-MAX_HOLDERS = 4
-"""Workers with most blocks of a waiting request that are looked at for one that has some in tiers only."""
 RETRY_AFTER_S = 1.0
 """Pause for a worker that refused without naming a time."""
 
@@ -47,17 +44,6 @@ class Exclusion:
 
     load_version: int
     until_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadedBlocks:
-    """Leading blocks of a waiting request that a worker has, the last ones in its tiers only."""
-
-    worker_id: WorkerId
-    num_blocks: int
-    num_offloaded: int
-    read_s: float
-    """Predicted time to read the offloaded ones."""
 
 
 class Search(Protocol):
@@ -178,33 +164,6 @@ class Chooser:
         num_cached_blocks = min(matches.longest, request.num_usable_blocks)
         num_cached_tokens = num_cached_blocks * request.block_size
         return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached_tokens, num_cached_tokens)
-
-    def find_offloaded(self, request: PlacementRequest, *, awaited: WorkerId | None) -> OffloadedBlocks | None:
-        """Return what the worker that will most probably be used should read from its tiers; None: nothing.
-
-        That is the `awaited` one, or else the one that holds most. No other worker has as much in its pages, and
-        reading is faster than computing.
-        """
-        if not self._index.has_tiers or not request.num_usable_blocks:
-            return None
-        matches = self._index.match(request.hashes, num_usable=request.num_usable_blocks)
-        holders = [worker_id for _blocks, worker_id in islice(matches.longest_holders(), MAX_HOLDERS)]
-        if awaited is not None and awaited in matches:
-            holders = [awaited, *(worker_id for worker_id in holders if worker_id != awaited)]
-        num_in_pages = max((matches.num_in_pages(worker_id) for worker_id in holders), default=0)
-        for worker_id in holders:
-            member = self._fleet.members_by_id.get(worker_id)
-            num_blocks = min(matches.count_present(worker_id), request.num_usable_blocks)
-            num_offloaded = num_blocks - matches.num_in_pages(worker_id)
-            if member is None or member.facts is None or not member.may_begin or num_blocks <= num_in_pages:
-                continue
-            read_s = member.timing.tier_read_s(num_offloaded * member.facts.block_bytes)
-            num_new, num_cached = num_offloaded * request.block_size, (num_blocks - num_offloaded) * request.block_size
-            if read_s < member.timing.prefill_s(num_new, num_cached):
-                return OffloadedBlocks(
-                    worker_id=worker_id, num_blocks=num_blocks, num_offloaded=num_offloaded, read_s=read_s
-                )
-        return None
 
     def forecast_in_line(
         self, request: PlacementRequest, *, work_s: float, before_s: float, num_ends: float

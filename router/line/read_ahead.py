@@ -17,14 +17,16 @@ import asyncio
 import enum
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.clock import Clock
 from common.errors import KvrelayError
 from common.ids import WorkerId
-from router.choosing.chooser import Chooser, OffloadedBlocks
+from router.choosing.offloaded import OffloadedBlocks, find_offloaded
 from router.fleet.booking import Booking
-from router.fleet.fleet import Fleet
+from router.fleet.index import PrefixIndex
+from router.fleet.member import Member
 from router.line.admission import Admission
 from router.line.fair_queue import FairQueue
 from router.line.tenant_queue import Place
@@ -82,10 +84,17 @@ class LineReadAhead:
     """Reads ahead for the requests in line. Event loop only."""
 
     def __init__(
-        self, *, chooser: Chooser, fleet: Fleet, admission: Admission, metrics: RouterMetrics, clock: Clock
+        self,
+        *,
+        index: PrefixIndex,
+        members: Mapping[WorkerId, Member],
+        admission: Admission,
+        metrics: RouterMetrics,
+        clock: Clock,
     ) -> None:
-        self._chooser = chooser
-        self._fleet = fleet
+        """`members`: all workers, as they are at any time."""
+        self._index = index
+        self._members = members
         self._admission = admission
         self._metrics = metrics
         self._clock = clock
@@ -94,15 +103,11 @@ class LineReadAhead:
         self._tasks: set[asyncio.Task[None]] = set()
         """Reads under way; those of requests that have their plan go on."""
 
-    @property
-    def num_open(self) -> int:
-        """Waiting requests for which blocks are read, or have been read. Any thread."""
-        return sum(len(reader.open) for reader in list(self._readers.values()))
-
     def enter(self, wait: Wait) -> None:
         """Take note of a request that begins to wait."""
         awaited = None if wait.retry is None else wait.retry.awaited
-        blocks = self._chooser.find_offloaded(wait.request, awaited=None if awaited is None else awaited.worker_id)
+        awaited_id = None if awaited is None else awaited.worker_id
+        blocks = find_offloaded(self._index, self._members, wait.request, awaited=awaited_id)
         if blocks is None or not wait.root:
             return
         candidate = self._candidates[wait] = _Candidate(rank=wait.rank, wait=wait, blocks=blocks)
@@ -157,7 +162,7 @@ class LineReadAhead:
 
     async def _read(self, candidate: _Candidate) -> None:
         wait, worker_id = candidate.wait, candidate.blocks.worker_id
-        member = self._fleet.members_by_id.get(worker_id)
+        member = self._members.get(worker_id)
         if member is None or member.facts is None or not member.may_begin:
             candidate.has_failed = True
             return

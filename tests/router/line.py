@@ -6,7 +6,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from common.errors import RefusalCause, Refused
-from common.ids import RequestId, WorkerId
+from common.ids import NO_ROOT, HashRoot, RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
 from router.choosing.chooser import Chooser, Exclusion, Search
 from router.fleet.booking import Booking, WorkerBooking
@@ -148,6 +148,7 @@ class Line:
         self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages, gap_s=gap_s)
         self.registry = CollectorRegistry()
         queues: dict[AnswerPool, FairQueue[Wait]] = {pool: FairQueue() for pool in AnswerPool}
+        self.queue = queues[AnswerPool.DECODE]
         self.admission = Admission(
             fleet=self.fleet,
             queues=queues,
@@ -156,14 +157,17 @@ class Line:
             metrics=TenantMetrics(self.registry),
         )
         self.metrics = RouterMetrics()
+        self.index = PrefixIndex()
+        self.readers: dict[WorkerId, Member] = {}
+        """Workers that read blocks of waiting requests from their tiers, which the index knows."""
         self.line = RealLine(
             admission=self.admission,
             queues=queues,
             chooser=self.chooser,
             fleet=self.fleet,
             ahead=LineReadAhead(
-                chooser=self.chooser,
-                fleet=self.fleet,
+                index=self.index,
+                members=self.readers,
                 admission=self.admission,
                 metrics=self.metrics,
                 clock=self.clock,
@@ -192,7 +196,14 @@ class Line:
         await self.place(name, num_pages, **fields)
 
     async def place(
-        self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S, after_s: float | None = None, **fields: Any
+        self,
+        name: str,
+        num_pages: int,
+        *,
+        patience_s: float = PATIENCE_S,
+        after_s: float | None = None,
+        root: HashRoot = NO_ROOT,
+        **fields: Any,
     ) -> None:
         self.clock.advance(self.gap_s if after_s is None else after_s)
         request = PlacementRequest(
@@ -201,6 +212,7 @@ class Line:
         self.waits_by_name[name] = Wait(
             ticket=self.tickets[name],
             request=request,
+            root=root,
             patience_ends_s=self.clock.monotonic() + patience_s,
             standing=Standing.of(self.tickets[name], is_set_back=False),
             on_waiting=lambda forecast: self.told.append((name, None if forecast is None else forecast.expected_s)),
