@@ -8,10 +8,10 @@ stored without, unless the same batch says otherwise, and one that is removed lo
 
 A worker with tiers holds a block that is in its pages or in a tier, from which it reads the block back when a request
 needs it. A block is stored in pages, unless the same batch says that it is offloaded, and one that is removed loses the
-mark.
+mark. One that comes back into pages is stored again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgpack
@@ -32,8 +32,6 @@ class KvEvents:
     """Stored blocks that have lost it."""
     offloaded: BlockHashes = NO_HASHES
     """Stored blocks that are in a tier only from now on."""
-    loaded: BlockHashes = NO_HASHES
-    """Stored blocks that are in pages again."""
     is_snapshot: bool = False
 
     @classmethod
@@ -41,22 +39,23 @@ class KvEvents:
         cls,
         is_stored: Mapping[BlockHash, bool],
         has_page: Mapping[BlockHash, bool] | None = None,
-        is_offloaded: Mapping[BlockHash, bool] | None = None,
+        offloaded: Collection[BlockHash] = (),
     ) -> "KvEvents":
-        """Return the last change of each block, of its window page, and of where it is."""
-        if not is_stored and not has_page and not is_offloaded:
+        """Return the last change of each block, of its window page, and the blocks that have been offloaded since."""
+        if not is_stored and not has_page and not offloaded:
             return NO_EVENTS
         stored, removed = _by_kind(is_stored)
         paged, unpaged = _by_kind(has_page)
-        offloaded, loaded = _by_kind(is_offloaded)
-        return cls(stored=stored, removed=removed, paged=paged, unpaged=unpaged, offloaded=offloaded, loaded=loaded)
+        return cls(
+            stored=stored, removed=removed, paged=paged, unpaged=unpaged, offloaded=BlockHashes.of(list(offloaded))
+        )
 
     def __bool__(self) -> bool:
         return self.is_snapshot or any(getattr(self, name) for name in (*_CHANGES, *_MARKS))
 
 
 _CHANGES = {"stored": "add", "removed": "del"}
-_MARKS = {"paged": "page", "unpaged": "unpage", "offloaded": "off", "loaded": "load"}
+_MARKS = {"paged": "page", "unpaged": "unpage", "offloaded": "off"}
 """Fields of a batch and their names on the wire; marks are sent only if there are any."""
 NO_EVENTS = KvEvents()
 

@@ -23,8 +23,8 @@ class Watcher:
         self._changes: dict[BlockHash, bool] = {}
         self._has_page: dict[BlockHash, bool] = {}
         """Changes of window pages since a block was stored."""
-        self._is_offloaded: dict[BlockHash, bool] = {}
-        """Changes between pages and tiers since a block was stored."""
+        self._offloaded: dict[BlockHash, bool] = {}
+        """Blocks that have been offloaded since they were stored."""
         self._accepted: deque[RequestId] = deque(maxlen=MAX_PENDING_REQUESTS)
         self._end: KvrelayError | None = None
         self._woken = asyncio.Event()
@@ -38,20 +38,20 @@ class Watcher:
             self._changes[block_hash] = False
         for block_hash in events.stored:
             self._changes[block_hash] = True
-        for marks in (self._has_page, self._is_offloaded):
+        for marks in (self._has_page, self._offloaded):
             if marks:
                 for block_hash in (*events.removed, *events.stored):
                     marks.pop(block_hash, None)
         self._has_page |= dict.fromkeys(events.paged, True) | dict.fromkeys(events.unpaged, False)
-        self._is_offloaded |= dict.fromkeys(events.loaded, False) | dict.fromkeys(events.offloaded, True)
+        self._offloaded |= dict.fromkeys(events.offloaded, True)
         self._woken.set()
-        if len(self._changes) + len(self._has_page) + len(self._is_offloaded) > MAX_PENDING_CHANGES:
+        if len(self._changes) + len(self._has_page) + len(self._offloaded) > MAX_PENDING_CHANGES:
             self.end(Overloaded(f"more than {MAX_PENDING_CHANGES} changes wait to be read", retry_after_s=1.0))
 
     def end(self, error: KvrelayError) -> None:
         """Make the subscriber's next call raise `error`."""
         self._end = error
-        self._changes, self._has_page, self._is_offloaded = {}, {}, {}
+        self._changes, self._has_page, self._offloaded = {}, {}, {}
         self._woken.set()
 
     async def next_changes(self, *, within_s: float | None = None) -> KvEvents:
@@ -75,8 +75,8 @@ class Watcher:
         self._woken.clear()
         changes, self._changes = self._changes, {}
         has_page, self._has_page = self._has_page, {}
-        is_offloaded, self._is_offloaded = self._is_offloaded, {}
-        return KvEvents.of_changes(changes, has_page, is_offloaded)
+        offloaded, self._offloaded = self._offloaded, {}
+        return KvEvents.of_changes(changes, has_page, offloaded)
 
     def take_accepted(self) -> tuple[RequestId, ...]:
         """Return the requests that have entered the engine since the last call."""

@@ -103,11 +103,10 @@ class PrefixIndex:
             self._mark(slot, slot + 1, events.paged.keys)
             self._remove(slot + 1, _unique(events.unpaged.keys))
             self._expectations.settle(slot + 1, events.paged.keys + events.unpaged.keys)
-        if events.offloaded or slot in self._slots.tier_of:
+        if offloaded := events.offloaded.keys:
             tier = self._slots.tier(slot)
-            self._remove(tier, _unique(events.loaded.keys))
-            self._mark(slot, tier, events.offloaded.keys)
-            self._expectations.settle(tier, events.loaded.keys + events.offloaded.keys)
+            self._mark(slot, tier, offloaded)
+            self._expectations.settle(tier, offloaded)
         self._scrub()
 
     def expect(self, worker_id: WorkerId, hashes: BlockHashes, *, expires_s: float) -> None:

@@ -34,35 +34,24 @@ class AgainstNaive(RuleBasedStateMachine):
     workers = st.sampled_from(list(WINDOWS))
     numbers = st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=6)
 
-    @rule(worker=workers, stored=numbers, removed=numbers, offloaded=numbers, loaded=numbers, snapshot=st.booleans())
+    @rule(worker=workers, stored=numbers, removed=numbers, offloaded=numbers, snapshot=st.booleans())
     def apply(
-        self,
-        worker: WorkerId,
-        stored: list[int],
-        removed: list[int],
-        offloaded: list[int],
-        loaded: list[int],
-        snapshot: bool,
+        self, worker: WorkerId, stored: list[int], removed: list[int], offloaded: list[int], snapshot: bool
     ) -> None:
         held = self.held[worker] if not snapshot else set()
         held = held - set(removed) | set(stored)
         offloaded = [number for number in offloaded if number in held]  # no other block of a worker can be
-        loaded = [number for number in loaded if number not in offloaded]
         events = KvEvents(
-            stored=blocks(*stored),
-            removed=blocks(*removed),
-            offloaded=blocks(*offloaded),
-            loaded=blocks(*loaded),
-            is_snapshot=snapshot,
+            stored=blocks(*stored), removed=blocks(*removed), offloaded=blocks(*offloaded), is_snapshot=snapshot
         )
         self.index.apply(worker, events, window=WINDOWS[worker])
         if snapshot:
             self.forget(worker)
         self.held[worker] = held
-        self.offloaded[worker] = (self.offloaded[worker] - {*removed, *stored, *loaded}) | set(offloaded)
+        self.offloaded[worker] = (self.offloaded[worker] - {*removed, *stored}) | set(offloaded)
         for number in (*removed, *stored):
             self.expected.pop((worker, number), None)
-        for number in (*offloaded, *loaded):
+        for number in offloaded:
             if number in held:
                 self.expected.pop((worker, number), None)
 

@@ -127,21 +127,21 @@ async def test_watcher_merges_moves_between_pages_and_tiers_since_a_block_was_st
         hub.publish(KvEvents(stored=a + b, offloaded=a))
         hub.publish(KvEvents(stored=a, offloaded=b))
         assert await watcher.next_changes() == KvEvents(stored=a + b, offloaded=b)
-        hub.publish(KvEvents(offloaded=a, loaded=b))
+        hub.publish(KvEvents(offloaded=a))
         hub.publish(KvEvents(removed=a, offloaded=b))
         merged = await watcher.next_changes()
         assert merged == decode_events(encode_events(merged)) == KvEvents(removed=a, offloaded=b)
-        hub.publish(KvEvents(loaded=b))
+        hub.publish(KvEvents(offloaded=a))
         merged = await watcher.next_changes()
-        assert merged == decode_events(encode_events(merged)) == KvEvents(loaded=b)
+        assert merged == decode_events(encode_events(merged)) == KvEvents(offloaded=a)
         assert merged
 
 
 def test_batch_without_marks_is_sent_as_before_there_were_any() -> None:
     names = {"v", "snap", "add", "del"}
     assert msgpack.unpackb(encode_events(KvEvents(stored=BlockHashes.of((A,))))).keys() == names
-    marked = KvEvents(stored=BlockHashes.of((A, B)), offloaded=BlockHashes.of((A,)), loaded=BlockHashes.of((B,)))
-    assert msgpack.unpackb(encode_events(marked)).keys() == {*names, "off", "load"}
+    marked = KvEvents(stored=BlockHashes.of((A, B)), offloaded=BlockHashes.of((A,)))
+    assert msgpack.unpackb(encode_events(marked)).keys() == {*names, "off"}
 
 
 async def test_subscription_of_a_slow_watcher_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def _batch(source: Source) -> bytes:
         )
     if way == 4:
         del batch[source.choose(("v", "snap", "add", "del"))]
-    for name in ("page", "unpage", "off", "load"):
+    for name in ("page", "unpage", "off"):
         if source.below(2):
             batch[name] = source.choose(_HASHES)
     raw = bytes(msgpack.packb(batch))
