@@ -20,6 +20,10 @@ class RequestShape:
     num_computed_tokens: int
     """Prompt tokens that were in no cache and had to be computed."""
     num_output_tokens: int
+    num_read_tokens: int = 0
+    """Cached prompt tokens that were planned to be read from tiers."""
+    num_evicted_tokens: int = 0
+    """Computed tokens that had been cached and were evicted before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +75,16 @@ def demand_from_proto(message: router_admin_pb2.Demand) -> Demand:
                 num_prompt_tokens=shape.num_prompt_tokens,
                 num_computed_tokens=min(shape.num_computed_tokens, shape.num_prompt_tokens),
                 num_output_tokens=shape.num_output_tokens,
+                num_read_tokens=min(shape.num_read_tokens, _num_cached(shape)),
+                num_evicted_tokens=min(shape.num_evicted_tokens, shape.num_computed_tokens, shape.num_prompt_tokens),
             )
             for shape in message.shapes
         ),
     )
+
+
+def _num_cached(shape: router_admin_pb2.RequestShape) -> int:
+    return max(0, shape.num_prompt_tokens - shape.num_computed_tokens)
 
 
 def merge_demands(demands: Sequence[Demand]) -> Demand:

@@ -105,4 +105,7 @@ def _observed(
         num_free_blocks=load.num_free_blocks,
         block_size=reported.block_size,
         max_running=max_running,
+        num_tier_blocks=load.num_tier_blocks,
+        max_tier_blocks=load.max_tier_blocks,
+        block_bytes=reported.block_bytes,
     )

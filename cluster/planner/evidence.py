@@ -8,6 +8,7 @@ from cluster.planner.capacity import Objectives
 from cluster.planner.decode_capacity import DecodeCapacity, DecodeRoom
 from cluster.planner.plan import Observation, ObservedWorker, Pool
 from cluster.planner.prefill_capacity import PrefillCapacity
+from cluster.planner.tier_hits import tier_hits
 from common.demand import Demand, RequestShape
 from common.slo import Slo
 from common.timing import TYPICAL_BATCH, TYPICAL_CHUNK, TimingModel, median_model
@@ -54,7 +55,13 @@ def measure(observed: Observation, shapes: Sequence[RequestShape], *, objectives
         pool = Pool.PREFILL if prefill is None else Pool.DECODE
         return f"no {pool} worker has measured its own speed yet"
     return Capacities(
-        prefill=PrefillCapacity(prefill, shapes, objectives, burstiness=max(1.0, observed.demand.burstiness)),
+        prefill=PrefillCapacity(
+            prefill,
+            shapes,
+            objectives,
+            burstiness=max(1.0, observed.demand.burstiness),
+            tiers=tier_hits(observed),
+        ),
         decode=DecodeCapacity(decode, shapes, objectives, room=room),
     )
 

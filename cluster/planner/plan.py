@@ -46,6 +46,10 @@ class ObservedWorker:
     block_size: int
     max_running: int | None = None
     """Sequences in one step; None: no limit is known."""
+    num_tier_blocks: int = 0
+    max_tier_blocks: int = 0
+    """Most blocks in its tiers; 0: it has none."""
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 A request waits in one line for one of k workers, which computes it for some seconds. It is in time if wait and
 computation fit into its objective, which grows with its prompt. Under load, prompts share engine steps, so a step's
-constant is divided among the tokens that fill it; a single prompt pays all of it.
+constant is divided among the tokens that fill it; a single prompt pays all of it. Tiers of the pool bring part of a
+prompt back: a read takes time of the request, but none of the worker's (`tier_hits.py`).
 
 No closed form exists for the waits of k servers with general times, G/G/k. Allen and Cunneen's approximation scales the
 exact M/M/k wait by the variability of arrivals and of service (A. O. Allen, "Probability, Statistics and Queueing
@@ -11,12 +12,15 @@ exponential (Kingman's heavy-traffic limit).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass, replace
 from typing import Self
 
 from cluster.planner.capacity import Objectives
+from cluster.planner.tier_hits import NO_TIERS, TierHits
 from common.demand import RequestShape
+from common.slo import Slo
 from common.timing import TimingModel
 
 
@@ -24,23 +28,71 @@ class PrefillCapacity:
     """The load that prefill workers carry. Immutable."""
 
     def __init__(
-        self, timing: TimingModel, shapes: Sequence[RequestShape], objectives: Objectives, *, burstiness: float = 1.0
+        self,
+        timing: TimingModel,
+        shapes: Sequence[RequestShape],
+        objectives: Objectives,
+        *,
+        burstiness: float = 1.0,
+        tiers: TierHits = NO_TIERS,
     ) -> None:
         """`shapes` is not empty; `burstiness`: variance over mean of the number of arrivals, 1 for Poisson."""
         self._num_helpers = 0.0
         assert shapes, "no requests to learn from"
-        self._max_utilization = objectives.max_utilization
+        self._timing = timing
+        self._shapes = shapes
+        self._objectives = objectives
         self._burstiness = burstiness
-        works_s = [_shared_prefill_s(timing, shape) for shape in shapes]
-        self.mean_work_s = sum(works_s) / len(works_s)
-        """Mean worker time per request under load."""
-        second_moment = sum(work_s * work_s for work_s in works_s) / len(works_s)
-        self._scv = second_moment / self.mean_work_s**2 - 1.0 if self.mean_work_s > 0.0 else 0.0
-        slacks_s = (objectives.slo.ttft_of(shape.num_prompt_tokens) - _prefill_s(timing, shape) for shape in shapes)
-        self._slacks_s = sorted(slack_s for slack_s in slacks_s if slack_s >= 0.0)
-        self.reachable = len(self._slacks_s) / len(shapes)
-        """Share of requests that an idle worker serves in time."""
-        self._attainment = objectives.attainment
+        self.tiers = tiers
+        self._loads: dict[float, _Load] = {}
+        """By the room in tiers."""
+
+    @property
+    def mean_work_s(self) -> float:
+        """Mean worker time per request under load, in the present pool."""
+        return self._load(self.tiers.num_workers).mean_work_s
+
+    @property
+    def reachable(self) -> float:
+        """Share of requests that an idle worker of the present pool serves in time."""
+        return len(self._load(self.tiers.num_workers).slacks_s) / len(self._shapes)
+
+    @property
+    def saved_by_tiers(self) -> "TierSaving":
+        """What reads from tiers save now."""
+        return self._saving(lambda shape: shape.num_read_tokens, num_cached=lambda _shape: 0)
+
+    @property
+    def saved_by_endless_tiers(self) -> "TierSaving":
+        """What tiers would save that keep all that was evicted, besides what they save now."""
+        return self._saving(lambda shape: shape.num_evicted_tokens, num_cached=lambda shape: shape.num_evicted_tokens)
+
+    def _saving(
+        self, num_tokens: Callable[[RequestShape], int], *, num_cached: Callable[[RequestShape], int]
+    ) -> "TierSaving":
+        """Compare requests with and without some tokens computed; `num_cached` of these are computed now."""
+        num_saved, prefill_s, read_s = 0, 0.0, 0.0
+        for shape in self._shapes:
+            if not (num := num_tokens(shape)):
+                continue
+            without = shape.num_computed_tokens - num_cached(shape)
+            both = (replace(shape, num_computed_tokens=without + more) for more in (0, num))
+            least_s, most_s = (_shared_prefill_s(self._timing, each) for each in both)
+            num_saved, prefill_s, read_s = (
+                num_saved + num,
+                prefill_s + most_s - least_s,
+                read_s + self.tiers.read_s(num),
+            )
+        count = len(self._shapes)
+        return TierSaving(num_tokens=num_saved / count, prefill_s=prefill_s / count, read_s=read_s / count)
+
+    def _load(self, num_workers: int) -> "_Load":
+        room = self.tiers.room(num_workers)
+        load = self._loads.get(room)
+        if load is None:
+            shapes = self.tiers.with_workers(self._shapes, num_workers)
+            load = self._loads[room] = _Load.of(self._timing, shapes, self._objectives.slo, self.tiers)
+        return load
 
     def helped_by(self, num_helpers: float) -> Self:
         """Return the capacity with the spare time of that many other workers added."""
@@ -50,38 +102,77 @@ class PrefillCapacity:
 
     def utilization(self, num_workers: int, rate: float) -> float:
         """Return the share of its time that each worker computes; above 1 the line grows without bound."""
-        return rate * self.mean_work_s / (num_workers + self._num_helpers) if num_workers else math.inf
+        work_s = self._load(num_workers).mean_work_s
+        return rate * work_s / (num_workers + self._num_helpers) if num_workers else math.inf
 
     def attainment(self, num_workers: int, rate: float) -> float:
         """Return the predicted share of requests in time, among those that an idle worker serves in time.
 
         Fractions of a worker are interpolated linearly.
         """
+        load = self._load(num_workers)
         whole, part = divmod(num_workers + self._num_helpers, 1.0)
-        below, above = self._attainment_of(int(whole), rate), self._attainment_of(int(whole) + 1, rate)
+        below, above = (self._attainment_of(load, int(whole) + more, rate) for more in (0, 1))
         return below + part * (above - below)
 
-    def _attainment_of(self, num_workers: int, rate: float) -> float:
-        load = rate * self.mean_work_s
-        if not self._slacks_s or load >= num_workers:
+    def _attainment_of(self, load: "_Load", num_servers: int, rate: float) -> float:
+        offered = rate * load.mean_work_s
+        if not load.slacks_s or offered >= num_servers:
             return 0.0
         wait_s = mean_wait_of_waiting_s(
-            num_workers,
-            load,
-            mean_service_s=self.mean_work_s,
+            num_servers,
+            offered,
+            mean_service_s=load.mean_work_s,
             arrival_scv=self._burstiness,
-            service_scv=self._scv,
+            service_scv=load.scv,
         )
         if wait_s <= 0.0:
             return 1.0
-        mean_late = sum(math.exp(-slack_s / wait_s) for slack_s in self._slacks_s) / len(self._slacks_s)
-        return 1.0 - erlang_c(num_workers, load) * mean_late
+        mean_late = sum(math.exp(-slack_s / wait_s) for slack_s in load.slacks_s) / len(load.slacks_s)
+        return 1.0 - erlang_c(num_servers, offered) * mean_late
 
     def holds(self, num_workers: int, rate: float) -> bool:
         """See PoolCapacity."""
-        if num_workers == 0 or self.utilization(num_workers, rate) > self._max_utilization:
+        if num_workers == 0 or self.utilization(num_workers, rate) > self._objectives.max_utilization:
             return False
-        return not self._slacks_s or self.attainment(num_workers, rate) >= self._attainment
+        return not self._load(num_workers).slacks_s or self.attainment(num_workers, rate) >= self._objectives.attainment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSaving:
+    """What tiers spare a request, mean."""
+
+    num_tokens: float
+    prefill_s: float
+    """Worker time that it would take to compute these tokens."""
+    read_s: float
+    """Time to read them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """What requests ask of workers."""
+
+    mean_work_s: float
+    scv: float
+    """Squared coefficient of variation of the work."""
+    slacks_s: Sequence[float]
+    """Time to wait of each request that an idle worker serves in time, the shortest first."""
+
+    @classmethod
+    def of(cls, timing: TimingModel, shapes: Sequence[RequestShape], slo: Slo, tiers: TierHits) -> "_Load":
+        works_s = [_shared_prefill_s(timing, shape) for shape in shapes]
+        mean_work_s = sum(works_s) / len(works_s)
+        second_moment = sum(work_s * work_s for work_s in works_s) / len(works_s)
+        slacks_s = (
+            slo.ttft_of(shape.num_prompt_tokens) - tiers.read_s(shape.num_read_tokens) - _prefill_s(timing, shape)
+            for shape in shapes
+        )
+        return cls(
+            mean_work_s=mean_work_s,
+            scv=second_moment / mean_work_s**2 - 1.0 if mean_work_s > 0.0 else 0.0,
+            slacks_s=sorted(slack_s for slack_s in slacks_s if slack_s >= 0.0),
+        )
 
 
 def erlang_c(num_servers: int, offered_load: float) -> float:

@@ -7,6 +7,7 @@ from cluster.planner.evidence import Capacities
 from cluster.planner.forecast import RateTrend
 from cluster.planner.patience import PoolNeed
 from cluster.planner.plan import Observation, PlannerSettings, Pool, PoolSizes, ScalingPlan
+from cluster.planner.prefill_capacity import PrefillCapacity
 
 _PER_MINUTE = 60.0
 
@@ -50,6 +51,7 @@ def explain(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -
         largest = settings.limits(pool).largest
         if not capacity.holds(largest, numbers.rates[pool]):
             parts.append(f"{pool} would need more than the {largest} workers that are allowed")
+    parts += _tiers(prefill)
     parts.append(_change(wanted, numbers, settings))
     terms = (
         ("requests_per_s", trend.rate),
@@ -58,6 +60,7 @@ def explain(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -
         ("prefill_s_per_request", prefill.mean_work_s),
         ("prefill_utilization", busy),
         ("prefill_attainment", prefill.attainment(present.prefill, trend.rate)),
+        *_tier_terms(prefill),
         *_needs(numbers, Pool.PREFILL),
         ("decode_sequences", decode.num_sequences(present.decode, trend.rate)),
         ("decode_tpot_s", tpot_s),
@@ -66,6 +69,35 @@ def explain(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -
         *((f"{pool}_startup_s", numbers.observed.startup_s.get(pool, 0.0)) for pool in Pool),
     )
     return ScalingPlan(sizes=wanted, reason="; ".join(parts), terms=terms)
+
+
+def _tiers(prefill: PrefillCapacity) -> list[str]:
+    """Return what tiers save, and what larger ones would; nothing without cached prompts that leave the pages."""
+    tiers, now, endless = prefill.tiers, prefill.saved_by_tiers, prefill.saved_by_endless_tiers
+    if not tiers.token_bytes:
+        return []
+    parts = []
+    if now.num_tokens:
+        parts.append(f"tiers spare a request {now.prefill_s:.3g} s of prefill for {now.read_s:.3g} s of reading")
+    if endless.num_tokens:
+        which = "larger tiers" if tiers.max_blocks else "tiers (tiers.disk_gib, tiers.host_gib)"
+        spared = f"{endless.prefill_s:.3g} s of prefill for {endless.read_s:.3g} s of reading"
+        guess = "" if tiers.is_measured else ", at a guessed 1 GB/s: kvrelay doctor measures the disk"
+        parts.append(f"{which} would spare up to {spared}, since what was cached is computed again{guess}")
+    return parts
+
+
+def _tier_terms(prefill: PrefillCapacity) -> tuple[tuple[str, float], ...]:
+    tiers, now, endless = prefill.tiers, prefill.saved_by_tiers, prefill.saved_by_endless_tiers
+    if not tiers.token_bytes or not (tiers.max_blocks or endless.num_tokens):
+        return ()
+    return (
+        ("tier_fill", tiers.num_blocks / max(1, tiers.max_blocks)),
+        ("tier_spared_prefill_s", now.prefill_s),
+        ("tier_read_s", now.read_s),
+        ("endless_tier_spared_prefill_s", endless.prefill_s),
+        ("endless_tier_read_s", endless.read_s),
+    )
 
 
 def _needs(numbers: Numbers, pool: Pool) -> tuple[tuple[str, float], ...]:

@@ -235,22 +235,30 @@ class RequestShape(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_READ_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Its prompt."""
     num_computed_tokens: _builtins.int
     """Those of them that were in no cache."""
     num_output_tokens: _builtins.int
     """Its answer; the mean of several."""
+    num_read_tokens: _builtins.int
+    """Prompt tokens that were cached in tiers only, and read from there."""
+    num_evicted_tokens: _builtins.int
+    """Computed tokens that had been cached and were evicted before."""
     def __init__(
         self,
         *,
         num_prompt_tokens: _builtins.int = ...,
         num_computed_tokens: _builtins.int = ...,
         num_output_tokens: _builtins.int = ...,
+        num_read_tokens: _builtins.int = ...,
+        num_evicted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_evicted_tokens", b"num_evicted_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_read_tokens", b"num_read_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -340,6 +348,7 @@ class WorkerCondition(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     role: _worker_pb2.WorkerRole.ValueType
@@ -350,6 +359,8 @@ class WorkerCondition(_message.Message):
     """It is about to go."""
     block_size: _builtins.int
     """Tokens per page."""
+    block_bytes: _builtins.int
+    """Bytes of a block in wire form."""
     @_builtins.property
     def load(self) -> _worker_pb2.LoadReport:
         """Its last report."""
@@ -368,10 +379,11 @@ class WorkerCondition(_message.Message):
         load: _worker_pb2.LoadReport | None = ...,
         block_size: _builtins.int = ...,
         timing: _worker_pb2.TimingReport | None = ...,
+        block_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "is_draining", b"is_draining", "is_serving", b"is_serving", "load", b"load", "role", b"role", "timing", b"timing", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "is_draining", b"is_draining", "is_serving", b"is_serving", "load", b"load", "role", b"role", "timing", b"timing", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,6 +98,9 @@ class PlanningLoop:
             num_free_blocks=report.num_free_blocks,
             block_size=facts.block_size,
             max_running=worker.runtime.pool_config.max_running,
+            num_tier_blocks=report.num_tier_blocks,
+            max_tier_blocks=report.max_tier_blocks,
+            block_bytes=facts.block_bytes,
         )
 
     def _drain_s(self, pool: Pool) -> float:

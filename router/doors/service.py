@@ -275,6 +275,7 @@ def _condition(member: Member) -> router_admin_pb2.WorkerCondition:
         is_draining=member.is_draining,
         load=member.report,
         block_size=0 if facts is None else facts.block_size,
+        block_bytes=0 if facts is None else facts.block_bytes,
     )
     timing = member.timing
     own = timing.prefill if endpoint.role == worker_pb2.WORKER_ROLE_PREFILL else timing.decode

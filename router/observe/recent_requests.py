@@ -106,7 +106,7 @@ class RecentRequests:
                 ended_s=self._clock.monotonic(),
                 num_prompt_tokens=answered.num_prompt_tokens,
                 num_computed_tokens=answered.num_computed_tokens,
-                num_evicted_tokens=min(record.num_evicted_tokens, answered.num_computed_tokens),
+                num_evicted_tokens=answered.num_evicted_tokens,
                 num_output_tokens=answered.num_output_tokens,
                 line_s=line_s,
                 worker_queue_s=max(0.0, timings.queue_s - line_s),

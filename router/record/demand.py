@@ -28,6 +28,8 @@ class Answered:
 
     num_prompt_tokens: int
     num_computed_tokens: int
+    num_read_tokens: int
+    num_evicted_tokens: int
     num_output_tokens: int
     """Tokens of one sample."""
     ttft_s: float | None
@@ -101,6 +103,8 @@ class DemandMeter:
                     num_prompt_tokens=answered.num_prompt_tokens,
                     num_computed_tokens=answered.num_computed_tokens,
                     num_output_tokens=answered.num_output_tokens,
+                    num_read_tokens=answered.num_read_tokens,
+                    num_evicted_tokens=answered.num_evicted_tokens,
                 )
                 for answered in answers
             ),

@@ -87,6 +87,8 @@ class RunningRequest:
     num_cached_tokens: int = 0
     num_evicted_tokens: int = 0
     """Prompt tokens that caches had held and had evicted when the request was first planned."""
+    num_read_tokens: int = 0
+    """Prompt tokens that its first plan reads from tiers."""
     waits: Waits = NO_WAITS
     """Waits in line before its prefill."""
     num_pulled_tokens: int = 0
@@ -262,9 +264,12 @@ class RunningRequest:
     def answered(self) -> Answered:
         """Sizes and times of the request after a complete answer."""
         ledger, num_prompt_tokens = self.ledger, len(self.job.prompt_token_ids)
+        num_computed_tokens = max(0, num_prompt_tokens - self.num_cached_tokens)
         return Answered(
             num_prompt_tokens=num_prompt_tokens,
-            num_computed_tokens=max(0, num_prompt_tokens - self.num_cached_tokens),
+            num_computed_tokens=num_computed_tokens,
+            num_read_tokens=min(self.num_read_tokens, num_prompt_tokens - num_computed_tokens),
+            num_evicted_tokens=min(self.num_evicted_tokens, num_computed_tokens),
             num_output_tokens=ledger.num_tokens // self.job.sampling.n,
             ttft_s=None if ledger.first_token_s is None else ledger.first_token_s - self.life.received_s,
             tpot_s=ledger.mean_gap_s(),

@@ -234,8 +234,9 @@ class Orchestrator:
                 self._check_model(group)
                 group.record.plan = booking.plan
                 if group.num_attempts == 1:
-                    evicted_tokens = booking.decision.num_evicted_blocks * group.record.job.model.block_size
-                    group.record.num_evicted_tokens = evicted_tokens
+                    block_size = group.record.job.model.block_size
+                    group.record.num_evicted_tokens = booking.decision.num_evicted_blocks * block_size
+                    group.record.num_read_tokens = sum(booking.plan.tier_reads.values()) * block_size
                 if group.record.life.first(State.PREFILLING) is None:
                     group.record.waits += booking.decision.waits
                 kind = GenerationAttempt if group.record.job.embedding is None else EmbeddingAttempt

@@ -14,6 +14,8 @@ def make_answer(*, num_prompt_tokens: int = 100, ttft_s: float = 0.1, tpot_s: fl
     return Answered(
         num_prompt_tokens=num_prompt_tokens,
         num_computed_tokens=num_prompt_tokens // 2,
+        num_read_tokens=num_prompt_tokens // 4,
+        num_evicted_tokens=num_prompt_tokens // 5,
         num_output_tokens=7,
         ttft_s=ttft_s,
         tpot_s=tpot_s,
@@ -70,7 +72,10 @@ def test_demand_counts_refusals_and_answers_within_the_objectives() -> None:
     demand = harness.meter.demand(5.0, num_queued=0, num_queued_tokens=0)
     assert (demand.num_refused, demand.num_finished, demand.num_good) == (1, 5, 3)
     assert (demand.ttft_p90_s, demand.tpot_p90_s) == (1.5, 0.06)
-    assert (demand.shapes[0].num_computed_tokens, demand.shapes[0].num_output_tokens) in ((50, 7), (1000, 7))
+    shape = demand.shapes[0]
+    assert (shape.num_computed_tokens, shape.num_output_tokens) in ((50, 7), (1000, 7))
+    assert shape.num_read_tokens * 2 == shape.num_computed_tokens
+    assert 0 < shape.num_evicted_tokens < shape.num_computed_tokens
 
 
 def test_demand_without_answers_has_no_percentiles() -> None:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.planner.plan import Observation, ScalingPlan
+from cluster.planner.tier_hits import tier_hits
 from common.config import RouterConfig
 from common.ids import BlockHash
 from measure.load.records import RequestRecord
 from measure.simulate.cluster import run
-from measure.simulate.records import Arrival, ClusterShape, TierShape
+from measure.simulate.records import Arrival, ClusterShape, Elasticity, TierShape
 from measure.simulate.results import count_cached_tokens
 from measure.simulate.tiers import SimTierBlocks
 from tests.measure.simulate.builders import MODEL, make_settings, make_shape
@@ -114,3 +116,27 @@ def test_least_recently_used_blocks_leave_a_tier_that_is_too_small() -> None:
     assert cached(returning(small)[1]) == 0
     router = RouterConfig.model_validate({"metrics_port": None, "policy": "round_robin"})
     assert cached(returning(replace(shape, tiers=(FAST,)), router=router)[1]) > 0
+
+
+class Recording:
+    """A planner that changes nothing, and what it saw last."""
+
+    def __init__(self) -> None:
+        self.seen: list[Observation] = []
+
+    def plan(self, observed: Observation) -> ScalingPlan:
+        self.seen.append(observed)
+        return ScalingPlan(sizes=observed.sizes, reason="")
+
+
+def test_planner_sees_what_requests_read_from_tiers_and_how_full_these_are() -> None:
+    planner, shape = Recording(), make_shape(1, 1)
+    elasticity = Elasticity(make_planner=lambda: planner, demand_window_s=60.0)
+    requests = returning(replace(shape, tiers=(FAST,)), elasticity=elasticity)[1]
+    num_read = max(each.num_read_tokens for observed in planner.seen for each in observed.demand.shapes)
+    assert 0 < num_read <= max(map(count_cached_tokens, requests))
+    tiers = tier_hits(planner.seen[-1])
+    assert (tiers.max_blocks, tiers.max_blocks_each) == (2 * FAST.num_blocks, FAST.num_blocks)
+    assert 0 < tiers.num_blocks < tiers.max_blocks
+    assert tiers.is_measured
+    assert tiers.token_bytes == shape.block_bytes / shape.block_size
