@@ -59,6 +59,11 @@ class Slots:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether there is no space for all slots now."""
+        return self.limit < self.num_slots
+
     def hashes(self) -> list[BlockHash]:
         """Return the blocks held, the least recently used one first."""
         return list(self._held)

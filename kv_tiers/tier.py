@@ -127,23 +127,26 @@ class Tier:
             self._erase(slot)
         self._end(fault, begun_s)
 
-    def get(self, block_hash: BlockHash, root: HashRoot, root_tag: bytes) -> bytes | None:
-        """Return a block of this root; None when it is not here, or not whole: then it is dropped."""
+    def get(self, block_hash: BlockHash, root: HashRoot, root_tag: bytes, *, num_asked: int = 1) -> bytes | None:
+        """Return a block of this root; None when it is not here, or not whole: then it is dropped.
+
+        `num_asked`: hits or misses that it counts as; 0 where no request asks.
+        """
         with self._running() as is_open:
             with self._lock:
                 slot = self.slots.pin(block_hash, root_tag) if is_open else None
-                self._tally.misses += slot is None
-            return None if slot is None else self._read(slot, root)
+                self._tally.misses += num_asked * (slot is None)
+            return None if slot is None else self._read(slot, root, num_asked)
 
-    def _read(self, slot: Slot, root: HashRoot) -> bytes | None:
+    def _read(self, slot: Slot, root: HashRoot, num_asked: int) -> bytes | None:
         data, fault, begun_s = None, None, self._clock.monotonic()
         try:
             data = self._medium.read(slot, root)
         except TierFault as error:
             fault = error
         with self._lock:
-            self._tally.hits += fault is None
-            self._tally.misses += fault is not None
+            self._tally.hits += num_asked * (fault is None)
+            self._tally.misses += num_asked * (fault is not None)
             if fault is not None and self.slots.drop(slot):
                 self._tally.dropped[fault.kind] += 1
                 self._on_change(slot.block_hash)

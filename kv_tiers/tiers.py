@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from common.block_hash import HASH_BYTES, ROOT_BYTES
@@ -75,6 +76,8 @@ class Tiers:
         self._is_opening = False
         self._to_forget: set[bytes] = set()
         """Root tags of blocks that may still be on a disk that is off."""
+        self._behind: dict[BlockHash, HashRoot] = {}
+        """Blocks in host memory that the disk did not take. It takes the roots to seal them, which stay until then."""
         self._geometry = disk.Geometry.of(
             disk_bytes=settings.disk_bytes, block_bytes=settings.block_bytes, fingerprint=settings.fingerprint
         )
@@ -111,6 +114,35 @@ class Tiers:
         tag = root_tag(root)
         for tier in self._all():
             tier.put(block_hash, root, tag, data)
+        with self._lock:
+            if self._settings.disk_bytes and self._is_in(HOST, block_hash) and not self._is_in(DISK, block_hash):
+                self._behind[block_hash] = root
+            else:
+                self._behind.pop(block_hash, None)
+
+    @property
+    def num_behind(self) -> int:
+        """Blocks that `catch_up` would write now."""
+        with self._lock:
+            disk_tier = self._open.get(DISK)
+            return len(self._behind) if disk_tier is not None and not disk_tier.slots.is_short else 0
+
+    def catch_up(self, num_blocks: int) -> None:
+        """Write up to so many blocks to disk that only host memory took while the disk was off. Not beside `forget`."""
+        with self._lock:
+            host_tier, disk_tier = self._open.get(HOST), self._open.get(DISK)
+            piece = list(islice(self._behind.items(), num_blocks))
+        if host_tier is None or disk_tier is None or disk_tier.slots.is_short:
+            return
+        for block_hash, root in piece:
+            tag = root_tag(root)
+            data = host_tier.get(block_hash, root, tag, num_asked=0)
+            if data is not None:
+                disk_tier.put(block_hash, root, tag, memoryview(data))
+            with self._lock:
+                if data is not None and not self._is_in(DISK, block_hash):
+                    return  # it fails again
+                self._behind.pop(block_hash, None)
 
     def get(self, block_hash: BlockHash, root: HashRoot) -> bytes | memoryview | None:
         """Return a block as it was put under this root; None when no tier has it whole. Changes no order: `touch`."""
@@ -176,11 +208,17 @@ class Tiers:
         with self._lock:
             return list(self._open.values())
 
+    def _is_in(self, name: str, block_hash: BlockHash) -> bool:
+        tier = self._open.get(name)
+        return tier is not None and block_hash in tier.slots
+
     def _holds(self, block_hash: BlockHash) -> bool:
         return any(block_hash in tier.slots for tier in self._open.values())
 
     def _flip(self, name: str, block_hash: BlockHash) -> None:
         """Note that a block has come to a tier, or left it. Under the lock."""
+        if name == HOST and self._behind and not self._is_in(HOST, block_hash):
+            self._behind.pop(block_hash, None)
         if any(block_hash in tier.slots for other, tier in self._open.items() if other != name):
             return
         self._num_held += 1 if self._holds(block_hash) else -1

@@ -72,6 +72,8 @@ class _Books:
     """What is wrong with the tiers, and what to do."""
     changes: Sequence[Mapping[BlockHash, bool]]
     """Blocks that came to the tiers or left them, in pieces."""
+    num_behind: int
+    """Blocks that the disk is to get from host memory."""
 
 
 class WorkerTiers:
@@ -108,7 +110,7 @@ class WorkerTiers:
         self._offered: deque[PublishedBlock] = deque()
         self._used: deque[BlockHashes] = deque()
         """Blocks of prompts that came since the last piece."""
-        self._num_used = 0
+        self._num_used = self._num_behind = 0
         self._is_busy = self._is_writing = self._may_return = False
         self._turn = asyncio.Lock()
         """Held while a piece is written and told of, and while blocks are forgotten."""
@@ -123,7 +125,7 @@ class WorkerTiers:
     @property
     def num_waiting(self) -> int:
         """Blocks and prompts that are not worked off."""
-        return len(self._offered) + len(self._used) + self._is_writing
+        return len(self._offered) + len(self._used) + self._num_behind + self._is_writing
 
     def start(self) -> None:
         """Begin to write."""
@@ -210,7 +212,7 @@ class WorkerTiers:
     async def _tell_changes(self) -> None:
         """Tell what has come to the tiers, or left them. Under `_turn`: a later change is told later."""
         books = await self._in_thread(self._close_books)
-        self._capacity, self.alarms = books.capacity, books.alarms
+        self._capacity, self.alarms, self._num_behind = books.capacity, books.alarms, books.num_behind
         for i, changes in enumerate(books.changes):
             if i:
                 await asyncio.sleep(_PUBLISH_GAP_S)
@@ -222,6 +224,7 @@ class WorkerTiers:
             capacity=_capacity_of(self.tiers),
             alarms=self.tiers.stats().alarms,
             changes=[dict(changes[i : i + _CHANGES_AT_ONCE]) for i in range(0, len(changes), _CHANGES_AT_ONCE)],
+            num_behind=self.tiers.num_behind,
         )
 
     async def forget(self, root: HashRoot) -> int:
@@ -264,6 +267,8 @@ class WorkerTiers:
             while left and not self._must_stop:
                 num_missed += not self._copy(left[0])
                 left.popleft()
+            if not self._must_stop:
+                self.tiers.catch_up(self._stride)
         except Exception:  # a fault of the tiers costs blocks, never the worker
             logger.exception("cannot write to the tiers")
         return num_missed + len(left)

@@ -213,6 +213,31 @@ def test_failing_disk_is_turned_off_and_found_again(tmp_path: Path, *, fail_writ
     tiers.close()
 
 
+def test_blocks_that_only_host_memory_took_go_to_disk_once_it_is_back(tmp_path: Path) -> None:
+    files, clock = FaultyFiles(), ManualClock()
+    tiers = Tiers.open(settings(host=5, disk=20, path=tmp_path), files=files, clock=clock)
+    files.before_write = failing(errno.EIO)
+    fill(tiers, *range(MAX_FAULTS_IN_A_ROW))
+    assert "the disk tier is off" in tiers.stats().alarms[0]
+    fill(tiers, 40, root=OTHER)
+    assert tiers.num_behind == 0
+    tiers.catch_up(20)
+    tiers.forget(OTHER)
+    files.before_write = lambda path, num_bytes: None
+    clock.advance(RETRY_S)
+    fill(tiers, 50)
+    assert held(tiers) == {4, 5, 6, 7, 50}, "as many as host memory has"
+    assert tiers.num_behind == 4
+    tiers.catch_up(3)
+    assert tiers.num_behind == 1
+    tiers.catch_up(3)
+    assert (tiers.num_behind, tiers.stats().tiers["host"].hits) == (0, 0)
+    tiers.close()
+    again = on_disk(tmp_path, 20)
+    assert readable(again, range(99)) == held(again) == {4, 5, 6, 7, 50}
+    again.close()
+
+
 def test_slow_disk_is_turned_off_too(tmp_path: Path) -> None:
     files, clock = FaultyFiles(), ManualClock()
     tiers = on_disk(tmp_path, 20, files, clock)

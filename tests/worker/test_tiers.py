@@ -127,6 +127,28 @@ async def test_a_restarted_worker_has_the_blocks_of_its_predecessor(tmp_path: Pa
         assert (again.num_cached, again.tokens) == (len(PREFIX) + 4, first.tokens)
 
 
+async def test_a_disk_that_comes_back_gets_what_host_memory_took_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_tiers.health.RETRY_S", 0.0)
+    path = tmp_path / "tiers"
+    path.write_text("not a folder")
+    both = replace(settings(path), host_bytes=ROOM * SHAPE.block_bytes)
+    async with running_pool({"prefill-0": {"tiers": both, "num_blocks": NUM_BLOCKS}, "decode-0": {}}) as pool:
+        pair, worker = pool.pair("prefill-0", "decode-0"), pool.workers["prefill-0"]
+        first = await pair.generate(prompt(1))
+        await until_written(worker)
+        path.unlink()
+        await pair.generate(make_request([9] * (2 * BLOCK_SIZE), max_tokens=1))
+        await until_written(worker)
+        assert worker.runtime.tiers is not None
+        counts = worker.runtime.tiers.tiers.stats().tiers
+        assert counts["disk"].blocks == counts["host"].blocks > PREFIX_BLOCKS
+    async with running_pool(workers(path)) as pool:
+        again = await pool.pair("prefill-0", "decode-0").generate(prompt(1))
+        assert (again.num_cached, again.tokens) == (len(PREFIX) + 4, first.tokens)
+
+
 async def test_a_prompt_waits_for_pages_into_which_its_blocks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixPuller, "_longest_s", lambda _self, _landing: 60.0)
     async with running_pool(workers()) as pool:
