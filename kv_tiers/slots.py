@@ -168,8 +168,6 @@ class Slots:
         """Let a slot that has left be used again."""
         self._freed.append(slot.number)
 
-    def clear(self) -> list[BlockHash]:
-        """Hold no block any more, and return those that were held; slots stay as they are."""
-        hashes = self.hashes()
-        self._held.clear()
-        return hashes
+    def clear(self, most: int) -> list[BlockHash]:
+        """Hold so many blocks less, and return them; slots stay as they are."""
+        return [self._held.popitem()[0] for _ in range(min(most, len(self._held)))]

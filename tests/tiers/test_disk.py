@@ -252,6 +252,20 @@ def test_slow_disk_is_turned_off_too(tmp_path: Path) -> None:
     tiers.close()
 
 
+def test_others_get_at_the_books_while_a_large_tier_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = on_disk(tmp_path, 8)
+    fill(tiers, *range(7))
+    tiers.drain_changes()
+    seen = []
+    monkeypatch.setattr("kv_tiers.tier._RETIRED_AT_ONCE", 2)
+    monkeypatch.setattr("kv_tiers.tier.time.sleep", lambda _s: seen.append((len(tiers), tiers.get(hash_of(0), ROOT))))
+    tiers.close()
+    assert seen == [(5, None), (3, None), (1, None)]
+    assert tiers.drain_changes() == dict.fromkeys(map(hash_of, range(7)), False)
+
+
 def test_vanished_folder_is_an_alarm_and_is_made_anew(tmp_path: Path) -> None:
     clock = ManualClock()
     tiers = on_disk(tmp_path / "tiers", clock=clock)
