@@ -59,6 +59,16 @@ class BlockHashes(Sequence[BlockHash]):
         found: list[BlockHash] = np.frombuffer(self.packed, dtype=f"V{HASH_BYTES}").tolist()
         return found
 
+    def split(self, belongs: Sequence[bool]) -> "tuple[BlockHashes, BlockHashes]":
+        """Return the hashes that belong to the first part, and the others; both in order."""
+        mask = np.asarray(belongs, dtype=bool)
+        if not mask.any():
+            return NO_HASHES, self
+        if mask.all():
+            return self, NO_HASHES
+        hashes = np.frombuffer(self.packed, dtype=f"V{HASH_BYTES}")
+        return BlockHashes(hashes[mask].tobytes()), BlockHashes(hashes[~mask].tobytes())
+
     def __len__(self) -> int:
         return len(self.packed) // HASH_BYTES
 

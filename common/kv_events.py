@@ -50,6 +50,11 @@ class KvEvents:
             stored=stored, removed=removed, paged=paged, unpaged=unpaged, offloaded=BlockHashes.of(list(offloaded))
         )
 
+    @property
+    def num_changes(self) -> int:
+        """Changes of blocks and of their marks."""
+        return sum(len(getattr(self, name)) for name in (*_CHANGES, *_MARKS))
+
     def __bool__(self) -> bool:
         return self.is_snapshot or any(getattr(self, name) for name in (*_CHANGES, *_MARKS))
 

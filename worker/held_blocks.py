@@ -29,10 +29,8 @@ class HeldBlocks:
         removed = events.removed.digests()
         self.in_pages.difference_update(removed)
         self.in_pages.update(events.stored)
-        offloaded, gone = list[BlockHash](), list[BlockHash]()
-        for block_hash in removed:
-            (offloaded if block_hash in self.in_tiers else gone).append(block_hash)
-        return replace(events, removed=BlockHashes.of(gone), offloaded=BlockHashes.of(offloaded))
+        offloaded, gone = events.removed.split(list(map(self.in_tiers.__contains__, removed)))
+        return replace(events, removed=gone, offloaded=offloaded)
 
     def of_tiers(self, is_held: Mapping[BlockHash, bool]) -> KvEvents:
         """Return what routers are told of changes of the tiers."""

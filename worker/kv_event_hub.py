@@ -7,19 +7,21 @@ from contextlib import contextmanager
 
 from common.errors import KvrelayError, Overloaded, WorkerLost
 from common.ids import BlockHash, RequestId
-from common.kv_events import KvEvents
+from common.kv_events import NO_EVENTS, KvEvents
 
 MAX_PENDING_CHANGES = 1 << 20
 MAX_PENDING_REQUESTS = 1 << 16
 
 
 class Watcher:
-    """Changes that have not been sent to one subscriber yet: the last one of each hash.
+    """Changes that have not been sent to one subscriber yet: one batch as it came, or the last change of each hash.
 
+    Most batches are sent before the next one comes. They may be as large as the pages, and are passed on as they are.
     The subscription ends when there are too many: a subscriber that stops reading would collect every removed hash.
     """
 
     def __init__(self) -> None:
+        self._batch = NO_EVENTS
         self._changes: dict[BlockHash, bool] = {}
         self._has_page: dict[BlockHash, bool] = {}
         """Changes of window pages since a block was stored."""
@@ -34,6 +36,23 @@ class Watcher:
         if self._end is not None:
             return
         self._accepted.extend(accepted)
+        self._woken.set()
+        if not events:
+            return
+        if not self._batch and not self._num_merged:
+            self._batch = events
+        else:
+            batch, self._batch = self._batch, NO_EVENTS
+            self._merge(batch)
+            self._merge(events)
+        if self._batch.num_changes + self._num_merged > MAX_PENDING_CHANGES:
+            self.end(Overloaded(f"more than {MAX_PENDING_CHANGES} changes wait to be read", retry_after_s=1.0))
+
+    @property
+    def _num_merged(self) -> int:
+        return len(self._changes) + len(self._has_page) + len(self._offloaded)
+
+    def _merge(self, events: KvEvents) -> None:
         for block_hash in events.removed:
             self._changes[block_hash] = False
         for block_hash in events.stored:
@@ -44,13 +63,11 @@ class Watcher:
                     marks.pop(block_hash, None)
         self._has_page |= dict.fromkeys(events.paged, True) | dict.fromkeys(events.unpaged, False)
         self._offloaded |= dict.fromkeys(events.offloaded, True)
-        self._woken.set()
-        if len(self._changes) + len(self._has_page) + len(self._offloaded) > MAX_PENDING_CHANGES:
-            self.end(Overloaded(f"more than {MAX_PENDING_CHANGES} changes wait to be read", retry_after_s=1.0))
 
     def end(self, error: KvrelayError) -> None:
         """Make the subscriber's next call raise `error`."""
         self._end = error
+        self._batch = NO_EVENTS
         self._changes, self._has_page, self._offloaded = {}, {}, {}
         self._woken.set()
 
@@ -73,6 +90,9 @@ class Watcher:
         if self._end is not None:
             raise self._end
         self._woken.clear()
+        batch, self._batch = self._batch, NO_EVENTS
+        if batch:
+            return batch
         changes, self._changes = self._changes, {}
         has_page, self._has_page = self._has_page, {}
         offloaded, self._offloaded = self._offloaded, {}

@@ -141,3 +141,11 @@ def test_block_hashes_refuse_partial_hashes_and_steps() -> None:
 def test_invalid_batch_is_refused_as_a_whole(batch: object) -> None:
     with pytest.raises(ValueError, match=r"KV event|block hash"):
         decode_events(msgpack.packb(batch))
+
+
+@given(st.lists(st.tuples(st.binary(min_size=16, max_size=16), st.booleans())))
+def test_split_block_hashes_keep_their_order(pairs: list[tuple[bytes, bool]]) -> None:
+    hashes = BlockHashes.of(BlockHash(each) for each, _belongs in pairs)
+    first, others = hashes.split([belongs for _each, belongs in pairs])
+    assert first.digests() == [each for each, belongs in pairs if belongs]
+    assert others.digests() == [each for each, belongs in pairs if not belongs]

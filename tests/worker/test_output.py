@@ -105,6 +105,18 @@ async def test_watcher_merges_changes_to_the_last_one_of_each_hash() -> None:
         assert await watcher.next_changes() == KvEvents()
 
 
+async def test_batch_that_waits_alone_reaches_each_watcher_as_it_came() -> None:
+    hub, batch = KvEventHub(), KvEvents(stored=BlockHashes.of((B,)), removed=BlockHashes.of((A, B)))
+    with hub.watch() as watcher, hub.watch() as slow:
+        hub.publish(batch)
+        hub.publish(KvEvents())
+        assert await watcher.next_changes() is batch
+        hub.publish(KvEvents(removed=BlockHashes.of((B,))))
+        assert await watcher.next_changes() == KvEvents(removed=BlockHashes.of((B,)))
+        assert await slow.next_changes() == KvEvents(removed=BlockHashes.of((A, B)))
+        assert not await slow.next_changes(within_s=0)
+
+
 async def test_watcher_merges_changes_of_window_pages_since_a_block_was_stored() -> None:
     hub, a, b = KvEventHub(), BlockHashes.of((A,)), BlockHashes.of((B,))
     with hub.watch() as watcher:
