@@ -43,6 +43,7 @@ def merge_batch(into: decode_pb2.TokenBatch, batch: decode_pb2.TokenBatch) -> No
     merge_tokens(into, batch.tokens, batch.runs)
     into.num_drafted_tokens += batch.num_drafted_tokens
     into.num_accepted_tokens += batch.num_accepted_tokens
+    into.num_pinned_tokens += batch.num_pinned_tokens
 
 
 def runs_of(tokens: Iterable[sampling_pb2.SampleToken]) -> list[sampling_pb2.TokenRun]:

@@ -26,6 +26,10 @@ MAX_CHAT_CALLS = 8192
 """Calls of all messages of a conversation."""
 MAX_CONTENT_PARTS = 1024
 """Most parts of a message of the HTTP API."""
+MAX_CACHE_MARKS = 4
+"""Most marks of one request."""
+MAX_CACHE_TTL_S = 86400.0
+"""Longest time that a mark pins blocks after their last use."""
 MAX_PROMPTS = 128
 """Most prompts of a call of the HTTP API; each is a request of its own."""
 
@@ -35,6 +39,7 @@ BOUNDS: Mapping[str, int] = {
     _MESSAGES: MAX_CHAT_MESSAGES,
     "kvrelay.v1.ChatPrompt.tools": MAX_TOOLS,
     "kvrelay.v1.ChatMessage.tool_calls": MAX_TOOLS,
+    "kvrelay.v1.GenerateRequest.cache_marks": MAX_CACHE_MARKS,
     "kvrelay.v1.Resume.samples": MAX_N,
     "kvrelay.v1.StreamTokensRequest.num_received": MAX_N,
 } | {

@@ -236,6 +236,7 @@ class DecodeCall:
                 prefill_s=tokens.prefill_s or 0.0,
                 num_drafted_tokens=tokens.drafts.num_drafted,
                 num_accepted_tokens=tokens.drafts.num_accepted,
+                num_pinned_tokens=tokens.num_pinned_tokens,
             )
             if self._direct is None or not has_tokens:
                 self._outlet.put_tokens(batch)

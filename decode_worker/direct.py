@@ -82,6 +82,7 @@ class DirectAnswer:
         self._unreported.prefill_s = self._unreported.prefill_s or batch.prefill_s
         self._unreported.num_drafted_tokens += batch.num_drafted_tokens
         self._unreported.num_accepted_tokens += batch.num_accepted_tokens
+        self._unreported.num_pinned_tokens += batch.num_pinned_tokens
         self._num_unreported += sum(num_packed(run.tokens) for run in runs)
         if self._num_unreported >= self._num_until_report:
             self._report_unfinished()

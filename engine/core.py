@@ -39,6 +39,7 @@ from engine.events import EngineLoad, Failed, StepReport
 from engine.executor import DeviceBroken, Executor, StepResult
 from engine.kv_store import has_windows
 from engine.pages.block_pool import BlockPool
+from engine.pages.cache_pins import CachePins
 from engine.pages.hot_prefixes import hot_prefixes
 from engine.pages.window_pages import WindowPages
 from engine.published import ForgottenPages
@@ -76,7 +77,8 @@ class EngineCore:
         self.executor = executor
         kv = executor.kv
         assert not has_windows(kv) or executor.max_steps_in_flight == 1, "a page would be given away that a step reads"
-        self.pool = BlockPool(kv.num_blocks, WindowPages(kv, limits.max_step_tokens) if has_windows(kv) else None)
+        windows = WindowPages(kv, limits.max_step_tokens) if has_windows(kv) else None
+        self.pool = BlockPool(kv.num_blocks, windows, CachePins(kv.num_blocks, clock))
         self.scheduler = Scheduler(self.pool, limits, speculator)
         self.landings = Landings(self.scheduler, self.scheduler.pages)
         self._pipeline = Pipeline(executor)

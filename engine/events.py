@@ -1,7 +1,7 @@
 """Events of a request, and reports, that an engine emits."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from common.errors import KvrelayError
 from common.ids import BlockId, RequestId
@@ -84,6 +84,8 @@ class Tokens:
     prefill_s: float | None = None
     drafts: DraftCounts = NO_DRAFTS
     """Drafts of the request that were verified since its event before."""
+    num_pinned_tokens: int = 0
+    """Leading tokens that the marks of the request have pinned; with the first event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,11 @@ class EngineLoad:
     """The most blocks that the tiers hold; 0: there is none."""
     drafts: tuple[DraftCounts, ...] = ()
     """Draft tokens since start, by their place in the draft."""
+    tenant_pins: Mapping[str, int] = field(default_factory=dict)
+    """Blocks that each tenant has pinned."""
+    num_pinned_blocks: int = 0
+    num_evicted_pins: int = 0
+    """Pinned blocks that were evicted all the same, since start."""
     measured_s: float
     """Time of the measurement, on the engine's clock."""
 

@@ -11,6 +11,7 @@ from common.pooling import Pooling
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
 from engine.beams import BeamSnapshot
+from engine.cache_marks import CacheMarks
 from engine.text.grammar import Grammar
 
 
@@ -38,6 +39,8 @@ class EngineRequest:
     tpot_slo_s: float = math.inf
     """Objective for the mean gap between the tokens of its answer."""
     retention: Retention = Retention.KEEP
+    cache_marks: CacheMarks | None = None
+    """Blocks of its prompt that are to stay cached; None: its tenant pins nothing here."""
     grammar: Grammar | None = None
     """Grammar that its answers follow."""
     pooling: Pooling | None = None

@@ -102,6 +102,8 @@ class Sequence:
     num_expected_cached_tokens: int = 0
     """Leading tokens that the cache held at the last check, while it waits for admission."""
     num_published: int = 0
+    num_pinned_blocks: int | None = None
+    """Leading blocks that its marks have pinned; None: it has no marks, or they are not published yet."""
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
     """Page of each block, int32, grown in place: kernels read it without a copy. An entry changes when the last block
     is copied before a write, or when an equal page that was published first takes its place; the old page stays
@@ -280,6 +282,7 @@ class Sequence:
         """Return a beam of the same search without pages, with other tokens after the prompt."""
         beam = Sequence.from_request(self.request, block_size=self.block_size, order=self.order)
         beam.sample_index, beam.max_num_tokens, beam.beams = sample_index, self.max_num_tokens, self.beams
+        beam.num_pinned_blocks = self.num_pinned_blocks
         beam.append_tokens(output)
         return beam
 
@@ -299,6 +302,7 @@ class Sequence:
             num_computed=self.num_computed,
             num_cached_tokens=self.num_cached_tokens,
             num_published=self.num_published,
+            num_pinned_blocks=self.num_pinned_blocks,
             block_table=self.block_table[:],
             window_blocks=self.window_blocks,
             beams=self.beams,

@@ -137,6 +137,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                         first_tokens=messages,
                         prompt_logprobs=prompt_logprobs_to_proto(first.prompt_logprobs),
                         prefill_s=first.prefill_s or 0.0,
+                        num_pinned_tokens=first.num_pinned_tokens,
                     )
                     await context.write(pb.PrefillResponse(finished=finished))
                     extra = {"request_id": spec.request_id, "num_tokens": handoff.num_ready_tokens}

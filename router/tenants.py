@@ -35,6 +35,8 @@ class Tenant:
     requests_per_min: float | None = None
     tokens_per_min: float | None = None
     """Prompt and output together, cached ones included."""
+    cache_gib: float = 0.0
+    """Most KV that its marks may pin on each worker."""
     max_priority: int = 0
     """Highest priority; a request that claims more gets this one."""
     overload: Overload | None = None
@@ -45,6 +47,11 @@ class Tenant:
     """Whether it may ask for the status of the whole cluster, and let it forget cached blocks."""
     cache_salt: str = ""
     """Part of every block hash: equal exactly for tenants that share cached KV."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Most bytes of KV that its marks may pin on each worker."""
+        return int(self.cache_gib * (1 << 30))
 
 
 ANYBODY = Tenant(name="default", is_operator=True)

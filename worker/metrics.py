@@ -29,6 +29,7 @@ class RuntimeCollector(Collector):
             "kvrelay_kv_blocks_used": ("KV blocks held by sequences, reservations or leases", load.num_used_blocks),
             "kvrelay_kv_blocks_cached": ("Free KV blocks that hold reusable KV", load.num_cached_blocks),
             "kvrelay_kv_blocks": ("KV blocks in all", load.num_blocks),
+            "kvrelay_pinned_blocks": ("KV blocks that tenants' marks have pinned", load.num_pinned_blocks),
             "kvrelay_window_pages": ("Pages of layers with a window, or of states", load.num_window_pages),
             "kvrelay_window_pages_promised": ("Those promised to sequences", load.num_promised_window_pages),
             "kvrelay_tier_blocks": ("Blocks in tiers", load.num_tier_blocks),
@@ -40,6 +41,7 @@ class RuntimeCollector(Collector):
         }
         counters: dict[str, tuple[str, float]] = {
             "kvrelay_preemptions": ("Sequences that lost their pages", load.num_preemptions),
+            "kvrelay_pinned_blocks_evicted": ("Pinned KV blocks that were evicted", load.num_evicted_pins),
             "kvrelay_leases_expired": ("Handoffs ended by expiry", runtime.handoffs.num_expired),
             "kvrelay_worker_requests": ("Calls served", runtime.calls.num_requests),
             "kvrelay_worker_cancels": ("Calls cancelled", runtime.calls.num_cancelled),

@@ -12,9 +12,10 @@ from common.errors import InvalidRequest, PromptTooLong
 from common.ids import HashRoot, RequestId
 from common.pooling import Pooling, pooling_from_proto
 from common.sampling import MAX_N, SamplingParams
-from common.tokens import TokenArray
-from common.wire import sampling_from_proto, unpack_tokens
+from common.tokens import TokenArray, num_packed
+from common.wire import MAX_CACHE_MARKS, MAX_CACHE_TTL_S, sampling_from_proto, unpack_tokens
 from engine.beams import BeamSnapshot, Hypothesis, LiveBeam
+from engine.cache_marks import CacheMark, CacheMarks
 from engine.interface import ServedModel
 from engine.request import EngineRequest, Retention
 from engine.text.grammar import Grammar
@@ -67,8 +68,24 @@ def engine_request(
         pooling=pooling,
         beams=beams,
         answer_format=_answer_format(spec),
+        cache_marks=_cache_marks(spec, executor),
         retention=Retention.BRIEF if spec.retention == sequence_pb2.RETENTION_BRIEF else Retention.KEEP,
     )
+
+
+def _cache_marks(spec: sequence_pb2.SequenceSpec, executor: ServedModel) -> CacheMarks | None:
+    """Return what stays cached of the prompt; None where the tenant may pin nothing. Raises InvalidRequest."""
+    if not spec.HasField("cache_pins"):
+        return None
+    given, shape, before = spec.cache_pins, executor.kv.shape, 0
+    if len(given.pins) > MAX_CACHE_MARKS:
+        raise InvalidRequest(f"has {len(given.pins)} marks; at most {MAX_CACHE_MARKS}", field="sequence.cache_pins")
+    for pin in given.pins:
+        if not (0 < pin.ttl_s <= MAX_CACHE_TTL_S and before < pin.num_tokens <= num_packed(spec.prompt_tokens)):
+            raise InvalidRequest("a mark has no time, or no place of its own", field="sequence.cache_pins.pins")
+        before = pin.num_tokens
+    marks = (CacheMark(num_blocks=pin.num_tokens // shape.block_size, ttl_s=pin.ttl_s) for pin in given.pins)
+    return CacheMarks(tenant=given.tenant, max_blocks=given.max_bytes // shape.block_bytes, marks=tuple(marks))
 
 
 def _answer_format(spec: sequence_pb2.SequenceSpec) -> AnswerFormatLike | None:

@@ -189,5 +189,9 @@ def load_report(runtime: WorkerRuntime) -> pb.LoadReport:
         pb.LoadReport,
         runtime.load,
         prefill_backlog_s=runtime.backlog_s(),
+        tenant_pins=[
+            pb.TenantPins(tenant=tenant, num_tokens=num_blocks * runtime.executor.kv.shape.block_size)
+            for tenant, num_blocks in runtime.load.tenant_pins.items()
+        ],
         tier_alarms=() if runtime.tiers is None else runtime.tiers.alarms,
     )

@@ -138,6 +138,8 @@ class TenantConfig(Section):
     """Requests, including calls that only tokenize; up to one minute's worth at once."""
     tokens_per_min: Annotated[float | None, Field(gt=0)] = None
     """Prompt and output tokens, cached ones included; up to one minute's worth at once."""
+    cache_gib: Annotated[float, Field(ge=0, le=1 << 20)] = 0.0
+    """Most KV that [marks](openai.md#what-stays-cached) of its requests pin on each worker, GiB; 0 pins nothing."""
     max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest priority that its requests may claim; a larger claim gets this."""
     overload: Literal["refuse", "wait", "shorten", "yield"] | None = None

@@ -2,8 +2,8 @@
 
 A page is *held* (reference count > 0) or *free*. A free page may still be *cached*: its KV is reachable by block hash
 until the page is allocated again. Allocation takes empty pages first, then cached ones in the order of
-`common/eviction.py`. A page is *reused* when a request found it here, or computed the same block in parallel. Pulling
-a block, from here or to here, does not count as reuse.
+`common/eviction.py`, and pages that a tenant has pinned last (`cache_pins.py`). A page is *reused* when a request found
+it here, or computed the same block in parallel. Pulling a block, from here or to here, does not count as reuse.
 
 Leaf before parent: the cached blocks always form prefix trees without holes, because
 
@@ -18,12 +18,15 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from common.block_hash import BlockHashes
-from common.eviction import EvictionClass, EvictionOrder
+from common.eviction import MAX_VALUE, EvictionClass, EvictionOrder
 from common.ids import NO_ROOT, BlockHash, BlockId, HashRoot
 from common.kv_events import KvEvents
+from engine.cache_marks import CacheMarks
 from engine.device.memory import NoRoomForPages
+from engine.pages.cache_pins import CachePins
 from engine.pages.window_pages import WindowPages
 from engine.published import ForgottenPages
 
@@ -45,8 +48,9 @@ KEEP_BRIEFLY = Keeping(num_front=0, end=EvictionClass.BRIEF)
 class BlockPool:
     """Pages 0 … num_blocks-1 of one worker. Every operation but `forget` is O(blocks named). Engine thread only."""
 
-    def __init__(self, num_blocks: int, windows: WindowPages | None = None) -> None:
-        """`windows`: pages of layers that see a window; None: no such layer has pages of its own.
+    def __init__(self, num_blocks: int, windows: WindowPages | None = None, pins: CachePins | None = None) -> None:
+        """`windows`: pages of layers that see a window; None: no such layer has pages of its own. `pins`: None: nothing
+        is pinned.
 
         Raises NoRoomForPages for an empty pool.
         """
@@ -54,6 +58,7 @@ class BlockPool:
             raise NoRoomForPages(f"cannot make a pool of {num_blocks} KV blocks: raise num_blocks or kv_memory_gib")
         self.num_blocks = num_blocks
         self.windows = windows
+        self.pins = pins
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, BlockId] = {}
@@ -71,7 +76,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Pages that `allocate` can hand out, cached ones included."""
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + self.num_cached_blocks
 
     @property
     def num_used(self) -> int:
@@ -81,11 +86,11 @@ class BlockPool:
     @property
     def num_cached_blocks(self) -> int:
         """Free pages that still hold reusable KV."""
-        return len(self._cached)
+        return len(self._cached) + (len(self.pins.free) if self.pins is not None else 0)
 
     @property
     def num_cold(self) -> int:
-        """Free pages that are empty or were never reused."""
+        """Free pages that are empty, or were never reused and are not pinned."""
         return len(self._empty) + len(self._cached) - self._cached.count(EvictionClass.WARM)
 
     def ref_count(self, block_id: int) -> int:
@@ -130,8 +135,12 @@ class BlockPool:
         """Add a holder to each page."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                self._cached.remove(block_id)
+                self._take_from_cache(block_id)
             self._ref_counts[block_id] += 1
+
+    def _take_from_cache(self, block_id: int) -> None:
+        if self.pins is None or self.pins.free.pop(block_id, block_id) is not None:
+            self._cached.remove(block_id)
 
     def mark_reused(self, block_table: Sequence[int], num_blocks: int) -> None:
         """Mark the first blocks of a held table as found here by a request. O(blocks that were not marked)."""
@@ -144,6 +153,7 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Return fresh pages with one holder each, evicting cached ones as needed. The caller checked `num_free`."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"
+        self._end_pins()
         taken: list[BlockId] = []
         for _ in range(num_blocks):
             block_id = self._empty.pop() if self._empty else self._evict()
@@ -154,6 +164,7 @@ class BlockPool:
 
     def release(self, block_ids: Sequence[int], keeping: Keeping = KEEP_ALL) -> None:
         """Remove a holder from each page of a block table (given in table order), tail first."""
+        self._end_pins()
         for i in range(len(block_ids) - 1, -1, -1):
             block_id = block_ids[i]
             self._ref_counts[block_id] -= 1
@@ -161,10 +172,29 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 if self._hash_of[block_id] is None:
                     self._discard(block_id)
+                elif self.pins is not None and self.pins.holds(block_id):
+                    self.pins.free[block_id] = None
                 elif self._is_reused[block_id]:
                     self._cached.put(block_id, EvictionClass.WARM)
                 else:
                     self._cached.put(block_id, keeping.front if i < keeping.num_front else keeping.end)
+
+    def pin(self, marks: CacheMarks, block_table: Sequence[int]) -> int:
+        """Pin the leading blocks of a held table, which are published, up to its marks; returns how many are pinned."""
+        if self.pins is None:
+            return 0
+        self._end_pins()
+        return self.pins.pin(marks, block_table)
+
+    def _end_pins(self) -> None:
+        """Put free pages whose pins are over where the others are."""
+        if self.pins is None:
+            return
+        for block_id in self.pins.expire():
+            if self._ref_counts[block_id] == 0:
+                self.pins.free.pop(block_id)
+                is_reused = self._is_reused[block_id]
+                self._cached.put(block_id, EvictionClass.WARM if is_reused else EvictionClass.COLD)
 
     def publish(
         self, block_id: BlockId, block_hash: BlockHash, *, behind: int | None, root: HashRoot = NO_ROOT
@@ -203,7 +233,7 @@ class BlockPool:
         suspects = [block_id for block_id in published if self._roots[block_id] in (root, NO_ROOT)]
         free = [block_id for block_id in suspects if self._ref_counts[block_id] == 0]
         for block_id in free:
-            self._cached.remove(block_id)
+            self._take_from_cache(block_id)
             self._unpublish(block_id)
             self._discard(block_id)
         return ForgottenPages(num_blocks=len(free), is_in_use=len(free) < len(suspects))
@@ -216,7 +246,8 @@ class BlockPool:
 
     def hottest(self) -> Iterator[tuple[float, int]]:
         """Yield values and free cached pages, the most valuable first. Invalid after any change of the pool."""
-        return self._cached.by_value()
+        pinned = reversed(self.pins.free) if self.pins is not None else ()
+        return chain(((MAX_VALUE, block_id) for block_id in pinned), self._cached.by_value())
 
     def last_reused(self, block_tables: Iterable[Sequence[int]]) -> Iterator[int]:
         """Yield the last page of each table that is reused, as all before it are. O(log blocks) each."""
@@ -265,7 +296,7 @@ class BlockPool:
         return KvEvents(stored=BlockHashes.of(block_of), paged=BlockHashes.of(paged), is_snapshot=True)
 
     def _evict(self) -> int:
-        block_id = self._cached.evict()
+        block_id = self._cached.evict() if self._cached or self.pins is None else self.pins.evict()
         self._unpublish(block_id)
         if self.windows is not None:
             self.windows.drop(block_id)
@@ -274,6 +305,8 @@ class BlockPool:
     def _unpublish(self, block_id: int) -> None:
         block_hash = self._hash_of[block_id]
         assert block_hash is not None, f"block {block_id} is cached without a hash"
+        if self.pins is not None:
+            self.pins.drop(block_id)
         self.lives[block_id] += 1
         self._hash_of[block_id] = None
         del self._block_of[block_hash]

@@ -55,6 +55,8 @@ class Pages:
             return False
         self._pool.acquire(cached)
         self._pool.mark_reused(cached, sequence.num_found(len(cached)))
+        if self._pool.pins is not None and sequence.request.cache_marks is not None:
+            self._pool.pins.touch(sequence.request.cache_marks.tenant, cached)
         sequence.block_table = array("i", cached)
         num_known = self._pool.num_matching(sequence.block_hashes, sequence.num_reusable_blocks)
         last_known = self._pool.block_of(sequence.block_hashes[num_known - 1]) if num_known else None
@@ -199,6 +201,9 @@ class Pages:
             i = sequence.num_published
             self.publish_block(sequence, i, sequence.block_hashes[i], root, is_kept=is_kept)
             sequence.num_published += 1
+        marks = sequence.request.cache_marks
+        if marks is not None and sequence.num_pinned_blocks is None and marks.num_blocks <= sequence.num_published:
+            sequence.num_pinned_blocks = self._pool.pin(marks, sequence.block_table)
 
     def publish_block(
         self, owner: PageHolder, i: int, block_hash: BlockHash, root: HashRoot, *, is_kept: bool = True

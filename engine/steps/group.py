@@ -53,6 +53,7 @@ class Group:
     """Set when its sequences are beams, best first."""
     prefill_started_s: float | None = None
     reported_prefill: bool = False
+    reported_pins: bool = False
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     drafts: DraftCounts = NO_DRAFTS
     """Drafts of its sequences that were verified since the last event with tokens."""
@@ -95,7 +96,21 @@ class Group:
             prefill_s = now_s - self.prefill_started_s
         prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         drafts, self.drafts = self.drafts, NO_DRAFTS
-        return Tokens(tokens=tuple(outputs), prompt_logprobs=prompt_logprobs, prefill_s=prefill_s, drafts=drafts)
+        return Tokens(
+            tokens=tuple(outputs),
+            prompt_logprobs=prompt_logprobs,
+            prefill_s=prefill_s,
+            drafts=drafts,
+            num_pinned_tokens=self._take_pinned(),
+        )
+
+    def _take_pinned(self) -> int:
+        """Return the leading tokens that its marks have pinned, once."""
+        num_blocks = None if self.reported_pins else self.leader.num_pinned_blocks
+        if num_blocks is None:
+            return 0
+        self.reported_pins = True
+        return num_blocks * self.leader.block_size
 
     def add_pooled(self, part: Hidden | None) -> None:
         """Add a step's part of its embedding. Parts are added in float64: the result depends little on the steps."""

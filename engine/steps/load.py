@@ -42,6 +42,9 @@ def measure_load(scheduler: Scheduler, *, now_s: float) -> EngineLoad:
         num_computed_tokens=scheduler.num_computed_tokens,
         num_window_pages=0 if pool.windows is None else pool.windows.num_pages,
         num_promised_window_pages=0 if pool.windows is None else pool.windows.num_promised,
+        tenant_pins={} if pool.pins is None else pool.pins.counts(),
+        num_pinned_blocks=0 if pool.pins is None else pool.pins.num_blocks,
+        num_evicted_pins=0 if pool.pins is None else pool.pins.num_evicted,
         drafts=speculator.counts if speculator is not None else (),
         measured_s=now_s,
     )

@@ -143,6 +143,14 @@ class TokenRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheWrite:
+    """Tokens that a request has put into the cache for its marks of one duration."""
+
+    ttl_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts of a finished request."""
 
@@ -159,6 +167,12 @@ class Usage:
     """Draft tokens that were verified for the answer. Those that were wrong are in no other count."""
     num_accepted_tokens: int = 0
     """Draft tokens that were right: tokens of the answer that took no step of their own."""
+    cache_writes: tuple[CacheWrite, ...] = ()
+    """Tokens of marked prefixes that were not cached, in whole blocks, by the duration of their marks."""
+    num_pinned_tokens: int = 0
+    """Leading tokens that the marks have pinned."""
+    num_refused_pin_tokens: int = 0
+    """Tokens of marked prefixes that could not be pinned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

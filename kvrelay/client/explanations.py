@@ -124,6 +124,10 @@ class DecisionOutcome:
     """Draft tokens that its steps have verified."""
     num_accepted_tokens: int = 0
     """Draft tokens that were right."""
+    num_pinned_tokens: int = 0
+    """Leading tokens that the request's marks have pinned."""
+    num_refused_pin_tokens: int = 0
+    """Tokens of marked prefixes that could not be pinned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

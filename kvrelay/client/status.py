@@ -61,6 +61,10 @@ class TenantUsage:
     """Bytes of its requests that have begun to arrive and have not been read."""
     num_unsent_entries: int
     """Tokens and log-probabilities of its answers that wait to be sent."""
+    num_pinned_tokens: int = 0
+    """Tokens that its marks have pinned on all workers now."""
+    num_refused_pin_tokens: int = 0
+    """Tokens of its marked prefixes that could not be pinned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

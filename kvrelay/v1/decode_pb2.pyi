@@ -403,12 +403,15 @@ class TokenBatch(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_s: _builtins.float
     """With the first batch of a local plan: start to end of prefill computation."""
     num_drafted_tokens: _builtins.int
     """Draft tokens that were verified since the batch before."""
     num_accepted_tokens: _builtins.int
     """Draft tokens that were right."""
+    num_pinned_tokens: _builtins.int
+    """With the first batch: leading tokens that the request's marks have pinned."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.SampleToken]:
         """In order for each sample."""
@@ -430,10 +433,11 @@ class TokenBatch(_message.Message):
         runs: _abc.Iterable[_sampling_pb2.TokenRun] | None = ...,
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        num_pinned_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "runs", b"runs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_pinned_tokens", b"num_pinned_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "runs", b"runs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -327,6 +327,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_MARKS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text, tokenized as it is."""
     model: _builtins.str
@@ -363,6 +364,12 @@ class GenerateRequest(_message.Message):
         the seed and the defaults included, which that router sent in Accepted; a chat also the time that it was rendered at.
         """
 
+    @_builtins.property
+    def cache_marks(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheMark]:
+        """Prefixes of the prompt that are to stay cached; at most 4. They change nothing in the answer, but what is said and done
+        about the cache.
+        """
+
     def __init__(
         self,
         *,
@@ -378,10 +385,11 @@ class GenerateRequest(_message.Message):
         resume: Global___Resume | None = ...,
         cache_salt: _builtins.str = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
+        cache_marks: _abc.Iterable[Global___CacheMark] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "objective", b"objective", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "direct", b"direct", "label", b"label", "model", b"model", "objective", b"objective", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_marks", b"cache_marks", "cache_salt", b"cache_salt", "chat", b"chat", "direct", b"direct", "label", b"label", "model", b"model", "objective", b"objective", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
@@ -393,6 +401,76 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class CacheMark(_message.Message):
+    """The end of a prefix that is to stay cached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CHARS_FIELD_NUMBER: _builtins.int
+    NUM_TOOLS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Tokens of a prompt of token_ids."""
+    num_chars: _builtins.int
+    """Characters of a text."""
+    num_tools: _builtins.int
+    """Tools of a chat, the first ones; with what its template writes before them."""
+    ttl_s: _builtins.float
+    """Seconds for which the prefix stays pinned after its last use; above 0, at most a day."""
+    @_builtins.property
+    def message(self) -> Global___MessageEnd:
+        """A message of a chat."""
+
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_chars: _builtins.int = ...,
+        num_tools: _builtins.int = ...,
+        message: Global___MessageEnd | None = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "message", b"message", "num_chars", b"num_chars", "num_tokens", b"num_tokens", "num_tools", b"num_tools"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "message", b"message", "num_chars", b"num_chars", "num_tokens", b"num_tokens", "num_tools", b"num_tools", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["num_tokens", "num_chars", "num_tools", "message"]  # noqa: Y015
+    _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_end) -> _WhichOneofReturnType_end | None: ...
+
+Global___CacheMark: _TypeAlias = CacheMark  # noqa: Y015
+
+@_typing.final
+class MessageEnd(_message.Message):
+    """A place in a chat."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    NUM_CHARS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The message, counted from 0."""
+    num_chars: _builtins.int
+    """Characters of its content; absent: all of it, and its calls."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        num_chars: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_chars", b"_num_chars", "num_chars", b"num_chars"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_chars", b"_num_chars", "index", b"index", "num_chars", b"num_chars"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_chars: _TypeAlias = _typing.Literal["num_chars"]  # noqa: Y015
+    _WhichOneofArgType__num_chars: _TypeAlias = _typing.Literal["_num_chars", b"_num_chars"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_chars) -> _WhichOneofReturnType__num_chars | None: ...
+
+Global___MessageEnd: _TypeAlias = MessageEnd  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
@@ -759,6 +837,9 @@ class Usage(_message.Message):
     NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_WRITES_FIELD_NUMBER: _builtins.int
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_PIN_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Prompt length."""
     num_output_tokens: _builtins.int
@@ -773,6 +854,18 @@ class Usage(_message.Message):
     """Draft tokens that were verified for the answer (speculation). Those that were wrong are in no other count."""
     num_accepted_tokens: _builtins.int
     """Draft tokens that were right: tokens of the answer that took no step of their own."""
+    num_pinned_tokens: _builtins.int
+    """Leading tokens that its marks have pinned."""
+    num_refused_pin_tokens: _builtins.int
+    """Tokens of marked prefixes, in whole blocks, that could not be pinned: above the tenant's tenants.cache_gib or half of a
+    worker's pages.
+    """
+    @_builtins.property
+    def cache_writes(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheWrite]:
+        """Tokens of marked prefixes that were not in num_cached_tokens, by the time of their marks: whole blocks that the request
+        has put into the cache.
+        """
+
     def __init__(
         self,
         *,
@@ -783,14 +876,43 @@ class Usage(_message.Message):
         num_pulled_tokens: _builtins.int = ...,
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        cache_writes: _abc.Iterable[Global___CacheWrite] | None = ...,
+        num_pinned_tokens: _builtins.int = ...,
+        num_refused_pin_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_pulled_tokens", b"num_pulled_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_writes", b"cache_writes", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_output_tokens", b"num_output_tokens", "num_pinned_tokens", b"num_pinned_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_pulled_tokens", b"num_pulled_tokens", "num_refused_pin_tokens", b"num_refused_pin_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class CacheWrite(_message.Message):
+    """Tokens that a request has put into the cache for its marks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTL_S_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    ttl_s: _builtins.float
+    """The time of the marks, seconds."""
+    num_tokens: _builtins.int
+    """The tokens."""
+    def __init__(
+        self,
+        *,
+        ttl_s: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheWrite: _TypeAlias = CacheWrite  # noqa: Y015
 
 @_typing.final
 class RequestTimings(_message.Message):
@@ -1332,6 +1454,8 @@ class TenantUsage(_message.Message):
     NUM_ARRIVING_BYTES_FIELD_NUMBER: _builtins.int
     NUM_UNSENT_ENTRIES_FIELD_NUMBER: _builtins.int
     NUM_SET_BACK_FIELD_NUMBER: _builtins.int
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_PIN_TOKENS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Its name."""
     weight: _builtins.float
@@ -1356,6 +1480,10 @@ class TenantUsage(_message.Message):
     """Tokens and log-probabilities of its answers that wait to be sent."""
     num_set_back: _builtins.int
     """Answers that gave their room on a decode worker to another tenant's request and went on later."""
+    num_pinned_tokens: _builtins.int
+    """Tokens that it has pinned on all workers now."""
+    num_refused_pin_tokens: _builtins.int
+    """Tokens of its marked prefixes that could not be pinned."""
     def __init__(
         self,
         *,
@@ -1371,10 +1499,12 @@ class TenantUsage(_message.Message):
         num_arriving_bytes: _builtins.int = ...,
         num_unsent_entries: _builtins.int = ...,
         num_set_back: _builtins.int = ...,
+        num_pinned_tokens: _builtins.int = ...,
+        num_refused_pin_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_s", b"compile_s", "num_active", b"num_active", "num_arriving_bytes", b"num_arriving_bytes", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_queued", b"num_queued", "num_set_back", b"num_set_back", "num_unsent_entries", b"num_unsent_entries", "router_s", b"router_s", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_s", b"compile_s", "num_active", b"num_active", "num_arriving_bytes", b"num_arriving_bytes", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_pinned_tokens", b"num_pinned_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_queued", b"num_queued", "num_refused_pin_tokens", b"num_refused_pin_tokens", "num_set_back", b"num_set_back", "num_unsent_entries", b"num_unsent_entries", "router_s", b"router_s", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1674,6 +1804,8 @@ class DecisionOutcome(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_PIN_TOKENS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens found in the cache, pulled ones included."""
     ttft_s: _builtins.float
@@ -1686,6 +1818,10 @@ class DecisionOutcome(_message.Message):
     """Draft tokens that its steps have verified (speculation)."""
     num_accepted_tokens: _builtins.int
     """Draft tokens that were right."""
+    num_pinned_tokens: _builtins.int
+    """Leading tokens that the request's marks have pinned."""
+    num_refused_pin_tokens: _builtins.int
+    """Tokens of marked prefixes that could not be pinned."""
     def __init__(
         self,
         *,
@@ -1695,10 +1831,12 @@ class DecisionOutcome(_message.Message):
         ended: _builtins.str = ...,
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        num_pinned_tokens: _builtins.int = ...,
+        num_refused_pin_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "num_cached_tokens", b"num_cached_tokens", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "ended", b"ended", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_drafted_tokens", b"num_drafted_tokens", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "ended", b"ended", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_pinned_tokens", b"num_pinned_tokens", "num_refused_pin_tokens", b"num_refused_pin_tokens", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015

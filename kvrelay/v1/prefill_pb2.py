@@ -26,7 +26,7 @@ from kvrelay.v1 import sampling_pb2 as kvrelay_dot_v1_dot_sampling__pb2
 from kvrelay.v1 import sequence_pb2 as kvrelay_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/prefill.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\x1a\x19kvrelay/v1/sequence.proto\"\x85\x01\n\x0ePrefillRequest\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SequenceSpec\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12$\n\x06source\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.KvSource\"j\n\x0ePrefillStarted\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x19\n\x11num_pulled_tokens\x18\x03 \x01(\r\x12\x11\n\tcompile_s\x18\x04 \x01(\x01\"\x9d\x01\n\x0fPrefillFinished\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.SampleToken\x12\x35\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x11\n\tembedding\x18\x04 \x01(\x0c\"z\n\x0fPrefillResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillStartedH\x00\x12/\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillFinishedH\x00\x42\x07\n\x05\x65vent2V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x1b.kvrelay.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/prefill.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\x1a\x19kvrelay/v1/sequence.proto\"\x85\x01\n\x0ePrefillRequest\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SequenceSpec\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12$\n\x06source\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.KvSource\"j\n\x0ePrefillStarted\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x19\n\x11num_pulled_tokens\x18\x03 \x01(\r\x12\x11\n\tcompile_s\x18\x04 \x01(\x01\"\xb8\x01\n\x0fPrefillFinished\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.SampleToken\x12\x35\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x11\n\tembedding\x18\x04 \x01(\x0c\x12\x19\n\x11num_pinned_tokens\x18\x05 \x01(\r\"z\n\x0fPrefillResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillStartedH\x00\x12/\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillFinishedH\x00\x42\x07\n\x05\x65vent2V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x1b.kvrelay.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,9 +38,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSTARTED']._serialized_start=230
   _globals['_PREFILLSTARTED']._serialized_end=336
   _globals['_PREFILLFINISHED']._serialized_start=339
-  _globals['_PREFILLFINISHED']._serialized_end=496
-  _globals['_PREFILLRESPONSE']._serialized_start=498
-  _globals['_PREFILLRESPONSE']._serialized_end=620
-  _globals['_PREFILLSERVICE']._serialized_start=622
-  _globals['_PREFILLSERVICE']._serialized_end=708
+  _globals['_PREFILLFINISHED']._serialized_end=523
+  _globals['_PREFILLRESPONSE']._serialized_start=525
+  _globals['_PREFILLRESPONSE']._serialized_end=647
+  _globals['_PREFILLSERVICE']._serialized_start=649
+  _globals['_PREFILLSERVICE']._serialized_end=735
 # @@protoc_insertion_point(module_scope)

@@ -102,10 +102,13 @@ class PrefillFinished(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_s: _builtins.float
     """Start to end of computation."""
     embedding: _builtins.bytes
     """The pooled hidden states, not normalized: little-endian float32. Only with `sequence.pooling`."""
+    num_pinned_tokens: _builtins.int
+    """Leading tokens that the request's marks have pinned."""
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.SampleToken]:
         """The first token of each sample; none with beam search, where the decode worker computes the last token again."""
@@ -121,10 +124,11 @@ class PrefillFinished(_message.Message):
         prompt_logprobs: _abc.Iterable[_sampling_pb2.PositionLogprobs] | None = ...,
         prefill_s: _builtins.float = ...,
         embedding: _builtins.bytes = ...,
+        num_pinned_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "first_tokens", b"first_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "first_tokens", b"first_tokens", "num_pinned_tokens", b"num_pinned_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

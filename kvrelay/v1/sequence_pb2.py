@@ -26,23 +26,27 @@ from kvrelay.v1 import inference_pb2 as kvrelay_dot_v1_dot_inference__pb2
 from kvrelay.v1 import sampling_pb2 as kvrelay_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvrelay/v1/sequence.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\x1a\x19kvrelay/v1/sampling.proto\"\xfb\x03\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\thash_root\x18\x05 \x01(\x0c\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x1a\n\x12\x66irst_sample_index\x18\x07 \x01(\r\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x0c\x12\x15\n\routput_tokens\x18\t \x01(\x0c\x12(\n\tretention\x18\n \x01(\x0e\x32\x15.kvrelay.v1.Retention\x12\x17\n\ntpot_slo_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x33\n\x0fprefill_booking\x18\x0c \x01(\x0b\x32\x1a.kvrelay.v1.PrefillBooking\x12\x13\n\x0bquarantined\x18\r \x01(\x08\x12$\n\x07pooling\x18\x0e \x01(\x0e\x32\x13.kvrelay.v1.Pooling\x12$\n\x05\x62\x65\x61ms\x18\x0f \x01(\x0b\x32\x15.kvrelay.v1.BeamState\x12\x13\n\x0btraceparent\x18\x10 \x01(\t\x12/\n\ranswer_format\x18\x11 \x01(\x0b\x32\x18.kvrelay.v1.AnswerFormatB\r\n\x0b_tpot_slo_sJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05R\x0c\x62lock_hashes\"6\n\x04\x42\x65\x61m\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x0f\n\x07has_end\x18\x03 \x01(\x08\"O\n\tBeamState\x12\x1e\n\x04live\x18\x01 \x03(\x0b\x32\x10.kvrelay.v1.Beam\x12\"\n\x08\x63omplete\x18\x02 \x03(\x0b\x32\x10.kvrelay.v1.Beam\"7\n\x0ePrefillBooking\x12\x12\n\nmax_wait_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\"a\n\x08KvSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x0e\n\x06ticket\x18\x05 \x01(\t*;\n\tRetention\x12\x19\n\x15RETENTION_UNSPECIFIED\x10\x00\x12\x13\n\x0fRETENTION_BRIEF\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvrelay/v1/sequence.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\x1a\x19kvrelay/v1/sampling.proto\"\xa6\x04\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\thash_root\x18\x05 \x01(\x0c\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x1a\n\x12\x66irst_sample_index\x18\x07 \x01(\r\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x0c\x12\x15\n\routput_tokens\x18\t \x01(\x0c\x12(\n\tretention\x18\n \x01(\x0e\x32\x15.kvrelay.v1.Retention\x12\x17\n\ntpot_slo_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x33\n\x0fprefill_booking\x18\x0c \x01(\x0b\x32\x1a.kvrelay.v1.PrefillBooking\x12\x13\n\x0bquarantined\x18\r \x01(\x08\x12$\n\x07pooling\x18\x0e \x01(\x0e\x32\x13.kvrelay.v1.Pooling\x12$\n\x05\x62\x65\x61ms\x18\x0f \x01(\x0b\x32\x15.kvrelay.v1.BeamState\x12\x13\n\x0btraceparent\x18\x10 \x01(\t\x12/\n\ranswer_format\x18\x11 \x01(\x0b\x32\x18.kvrelay.v1.AnswerFormat\x12)\n\ncache_pins\x18\x14 \x01(\x0b\x32\x15.kvrelay.v1.CachePinsB\r\n\x0b_tpot_slo_sJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05R\x0c\x62lock_hashes\"R\n\tCachePins\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\x12\"\n\x04pins\x18\x03 \x03(\x0b\x32\x14.kvrelay.v1.CachePin\"-\n\x08\x43\x61\x63hePin\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"6\n\x04\x42\x65\x61m\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x0f\n\x07has_end\x18\x03 \x01(\x08\"O\n\tBeamState\x12\x1e\n\x04live\x18\x01 \x03(\x0b\x32\x10.kvrelay.v1.Beam\x12\"\n\x08\x63omplete\x18\x02 \x03(\x0b\x32\x10.kvrelay.v1.Beam\"7\n\x0ePrefillBooking\x12\x12\n\nmax_wait_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\"a\n\x08KvSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x0e\n\x06ticket\x18\x05 \x01(\t*;\n\tRetention\x12\x19\n\x15RETENTION_UNSPECIFIED\x10\x00\x12\x13\n\x0fRETENTION_BRIEF\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.sequence_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RETENTION']._serialized_start=899
-  _globals['_RETENTION']._serialized_end=958
+  _globals['_RETENTION']._serialized_start=1073
+  _globals['_RETENTION']._serialized_end=1132
   _globals['_SEQUENCESPEC']._serialized_start=97
-  _globals['_SEQUENCESPEC']._serialized_end=604
-  _globals['_BEAM']._serialized_start=606
-  _globals['_BEAM']._serialized_end=660
-  _globals['_BEAMSTATE']._serialized_start=662
-  _globals['_BEAMSTATE']._serialized_end=741
-  _globals['_PREFILLBOOKING']._serialized_start=743
-  _globals['_PREFILLBOOKING']._serialized_end=798
-  _globals['_KVSOURCE']._serialized_start=800
-  _globals['_KVSOURCE']._serialized_end=897
+  _globals['_SEQUENCESPEC']._serialized_end=647
+  _globals['_CACHEPINS']._serialized_start=649
+  _globals['_CACHEPINS']._serialized_end=731
+  _globals['_CACHEPIN']._serialized_start=733
+  _globals['_CACHEPIN']._serialized_end=778
+  _globals['_BEAM']._serialized_start=780
+  _globals['_BEAM']._serialized_end=834
+  _globals['_BEAMSTATE']._serialized_start=836
+  _globals['_BEAMSTATE']._serialized_end=915
+  _globals['_PREFILLBOOKING']._serialized_start=917
+  _globals['_PREFILLBOOKING']._serialized_end=972
+  _globals['_KVSOURCE']._serialized_start=974
+  _globals['_KVSOURCE']._serialized_end=1071
 # @@protoc_insertion_point(module_scope)

@@ -61,6 +61,7 @@ class SequenceSpec(_message.Message):
     BEAMS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
+    CACHE_PINS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     hash_root: _builtins.bytes
@@ -103,6 +104,12 @@ class SequenceSpec(_message.Message):
         compared with its content alone. Absent: all of it is content.
         """
 
+    @_builtins.property
+    def cache_pins(self) -> Global___CachePins:
+        """Leading blocks of the prompt to keep cached, where the tenant may have any pinned. Absent: it may not, or another worker
+        keeps the blocks.
+        """
+
     def __init__(
         self,
         *,
@@ -120,16 +127,75 @@ class SequenceSpec(_message.Message):
         beams: Global___BeamState | None = ...,
         traceparent: _builtins.str = ...,
         answer_format: _inference_pb2.AnswerFormat | None = ...,
+        cache_pins: Global___CachePins | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "answer_format", b"answer_format", "beams", b"beams", "prefill_booking", b"prefill_booking", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "answer_format", b"answer_format", "beams", b"beams", "cache_pins", b"cache_pins", "prefill_booking", b"prefill_booking", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "answer_format", b"answer_format", "beams", b"beams", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "pooling", b"pooling", "prefill_booking", b"prefill_booking", "prompt_tokens", b"prompt_tokens", "quarantined", b"quarantined", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "answer_format", b"answer_format", "beams", b"beams", "cache_pins", b"cache_pins", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "pooling", b"pooling", "prefill_booking", b"prefill_booking", "prompt_tokens", b"prompt_tokens", "quarantined", b"quarantined", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_slo_s: _TypeAlias = _typing.Literal["tpot_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tpot_slo_s: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_slo_s) -> _WhichOneofReturnType__tpot_slo_s | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class CachePins(_message.Message):
+    """Marked prefixes of a prompt, and what bounds their pins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant; its pins are counted on each worker."""
+    max_bytes: _builtins.int
+    """Most bytes of KV that it may have pinned on this worker."""
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachePin]:
+        """Shortest prefix first; empty: the request uses what is pinned."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        max_bytes: _builtins.int = ...,
+        pins: _abc.Iterable[Global___CachePin] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "pins", b"pins", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachePins: _TypeAlias = CachePins  # noqa: Y015
+
+@_typing.final
+class CachePin(_message.Message):
+    """A marked prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Its tokens; whole blocks are pinned."""
+    ttl_s: _builtins.float
+    """Seconds after the last use."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachePin: _TypeAlias = CachePin  # noqa: Y015
 
 @_typing.final
 class Beam(_message.Message):

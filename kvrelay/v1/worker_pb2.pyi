@@ -465,6 +465,7 @@ class LoadReport(_message.Message):
     NUM_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     TIER_ALARMS_FIELD_NUMBER: _builtins.int
+    TENANT_PINS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the running batch."""
     num_waiting: _builtins.int
@@ -501,6 +502,10 @@ class LoadReport(_message.Message):
     def tier_alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is wrong with its tiers now, and what to do."""
 
+    @_builtins.property
+    def tenant_pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantPins]:
+        """Tokens that tenants have pinned in pages."""
+
     def __init__(
         self,
         *,
@@ -521,16 +526,43 @@ class LoadReport(_message.Message):
         num_tier_blocks: _builtins.int = ...,
         max_tier_blocks: _builtins.int = ...,
         tier_alarms: _abc.Iterable[_builtins.str] | None = ...,
+        tenant_pins: _abc.Iterable[Global___TenantPins] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_free_slots", b"num_free_slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "max_tier_blocks", b"max_tier_blocks", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_promised_window_pages", b"num_promised_window_pages", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_tier_blocks", b"num_tier_blocks", "num_waiting", b"num_waiting", "num_window_pages", b"num_window_pages", "prefill_backlog_s", b"prefill_backlog_s", "tier_alarms", b"tier_alarms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "max_tier_blocks", b"max_tier_blocks", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_promised_window_pages", b"num_promised_window_pages", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_tier_blocks", b"num_tier_blocks", "num_waiting", b"num_waiting", "num_window_pages", b"num_window_pages", "prefill_backlog_s", b"prefill_backlog_s", "tenant_pins", b"tenant_pins", "tier_alarms", b"tier_alarms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_free_slots: _TypeAlias = _typing.Literal["num_free_slots"]  # noqa: Y015
     _WhichOneofArgType__num_free_slots: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_free_slots) -> _WhichOneofReturnType__num_free_slots | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class TenantPins(_message.Message):
+    """What one tenant has pinned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name."""
+    num_tokens: _builtins.int
+    """Tokens of its pinned blocks."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantPins: _TypeAlias = TenantPins  # noqa: Y015
 
 @_typing.final
 class WatchWorkerResponse(_message.Message):

@@ -65,6 +65,10 @@ class DecisionRecord:
     num_drafted_tokens: int = 0
     """Draft tokens that its steps have verified."""
     num_accepted_tokens: int = 0
+    num_pinned_tokens: int = 0
+    """Leading tokens that the marks of the request have pinned."""
+    num_refused_pin_tokens: int = 0
+    """Tokens that they could not pin."""
     ended: str = ""
     """Empty while the attempt runs; then "completed", "moved" when its worker was leaving, "set back" when its room
     went to another tenant, or an error's class."""
@@ -182,6 +186,8 @@ def explain_one(decision: DecisionRecord, policy: str, now_s: float) -> pb.Decis
             ended=decision.ended,
             num_drafted_tokens=decision.num_drafted_tokens,
             num_accepted_tokens=decision.num_accepted_tokens,
+            num_pinned_tokens=decision.num_pinned_tokens,
+            num_refused_pin_tokens=decision.num_refused_pin_tokens,
         ),
     )
 

@@ -199,6 +199,9 @@ class TenantMetrics(Collector):
         self._refusals = Counter("kvrelay_tenant_refusals", "Requests refused", ["tenant", "cause"], registry=registry)
         self._set_backs = Counter("kvrelay_tenant_set_backs", "Answers set back", ["tenant"], registry=registry)
         self._tokens = Counter("kvrelay_tenant_tokens", "Tokens served", ["tenant", "kind"], registry=registry)
+        self._pins = Counter(
+            "kvrelay_tenant_pin_tokens", "Tokens of marked prefixes", ["tenant", "outcome"], registry=registry
+        )
         self._queue = Histogram(
             "kvrelay_tenant_queue_seconds",
             "Request received to its first plan",
@@ -233,6 +236,8 @@ class TenantMetrics(Collector):
         self._tokens.labels(label, "prompt_computed").inc(service.num_prompt_tokens - service.num_cached_tokens)
         self._tokens.labels(label, "prompt_cached").inc(service.num_cached_tokens)
         self._tokens.labels(label, "output").inc(service.num_output_tokens)
+        self._pins.labels(label, "pinned").inc(service.num_pinned_tokens)
+        self._pins.labels(label, "refused").inc(service.num_refused_pin_tokens)
 
     def observe_queue(self, tenant: str, seconds: float) -> None:
         """Observe the time that a request waited for its first plan."""

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from common.chat_template import Conversation, LineTemplate
 from common.parity import TextProbes, byte_probes
@@ -48,6 +49,14 @@ class Codec(ABC):
         """
 
     @abstractmethod
+    def render(self, conversation: Conversation, *, rendered_unix_s: int) -> str:
+        """Return the text of a conversation that `encode_chat_now` encodes. Raises InvalidRequest."""
+
+    @abstractmethod
+    def num_leading_tokens(self, text: str, num_chars: int, token_ids: TokenArray) -> int:
+        """Return how many ids of a rendered text lie within its first characters, and nowhere else."""
+
+    @abstractmethod
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this spelling; None if there is no such token."""
 
@@ -58,6 +67,20 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of consecutive ids, special tokens included; unknown ids have no text."""
+
+
+_Text = TypeVar("_Text", str, TokenArray)
+
+
+def num_alike(one: _Text, other: _Text) -> int:
+    """Return the characters, or ids, with which both begin: some copies and comparisons of whole parts."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # `low` are alike, `high` are not
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low
 
 
 NUM_BYTES = 256
@@ -79,8 +102,16 @@ class ByteCodec(Codec):
         self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None
     ) -> Encoded:
         """Return the bytes of one `role: content` line per message and of the line that the answer continues."""
-        text = _TEMPLATE.render(conversation, rendered_unix_s=rendered_unix_s)
-        return Encoded(as_tokens(text.encode()), prompt_end=text[-PROMPT_END_CHARS:])
+        text = self.render(conversation, rendered_unix_s=rendered_unix_s)
+        return Encoded(as_tokens(text.encode()), prompt_end=text[-PROMPT_END_CHARS:], text=text)
+
+    def render(self, conversation: Conversation, *, rendered_unix_s: int) -> str:
+        """Return the lines."""
+        return _TEMPLATE.render(conversation, rendered_unix_s=rendered_unix_s)
+
+    def num_leading_tokens(self, text: str, num_chars: int, token_ids: TokenArray) -> int:
+        """Return the bytes of the characters."""
+        return len(text[:num_chars].encode())
 
     def token_id(self, token: str) -> int | None:
         """Return None: markup is bytes like all text."""

@@ -265,6 +265,11 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
     return made
 
 
+def num_tools(texts: Sequence[str]) -> int:
+    """Return how many of these tools, which were read before, the model is told of."""
+    return len(_tools(texts))
+
+
 def _tools(texts: Sequence[str]) -> list[dict[str, Any]]:
     """Return the checked functions, without members that are null; tools of other types are left out.
 

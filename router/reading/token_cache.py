@@ -50,6 +50,10 @@ class Encoded:
     kept: KnownPrefix | None = None
     prompt_end: str = ""
     """Last characters of a rendered conversation: whether the answer begins inside thoughts."""
+    text: str = ""
+    """The rendered conversation."""
+    is_cut: bool = False
+    """Whether the ids are not from the beginning on."""
 
     def hashes(self, *, root: HashRoot, block_size: int) -> BlockHashes:
         """Return the hashes of all full blocks, hashing only the new ones. Event loop only."""

@@ -10,14 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import tokenizers
 
 from common.chat_template import BREAK, ChatTemplate, Conversation, check_unicode
 from common.errors import InvalidRequest
 from common.parity import TextProbes, text_probes
 from common.text_files import load_chat_template, load_sampling_defaults, load_tokenizer
-from common.tokens import TokenArray, as_tokens
-from router.reading.codec import PROMPT_END_CHARS, Codec
+from common.tokens import TokenArray, as_tokens, token_view
+from router.reading.codec import PROMPT_END_CHARS, Codec, num_alike
 from router.reading.control_tokens import ControlTokens
 from router.reading.token_cache import MIN_CACHED_TOKENS, CutFinder, Encoded, KnownPrefix, TokenCache
 
@@ -91,17 +92,35 @@ class TextCodec(Codec):
         is that of `rendered_unix_s`. The part that an earlier call of the same scope has tokenized is not tokenized
         again; without a scope everything is. Raises InvalidRequest that names the field.
         """
+        text = self.render(conversation, rendered_unix_s=rendered_unix_s)
+        end = text[-PROMPT_END_CHARS:].replace(BREAK, "")
+        return replace(self._encode_on(text, scope), prompt_end=end, text=text)
+
+    def render(self, conversation: Conversation, *, rendered_unix_s: int) -> str:
+        """Return the text of a conversation, in which BREAK may be. Raises InvalidRequest that names the field."""
         if self._chat_template is None:
             raise InvalidRequest(
                 "the model has no chat template; send a text (/v1/completions, `kvrelay generate --raw`), or serve it"
                 " with model.chat_template",
                 field="chat",
             )
-        text = self._chat_template.render(
+        return self._chat_template.render(
             conversation, rendered_unix_s=rendered_unix_s, marked=self._control_tokens.broken
         )
-        end = text[-PROMPT_END_CHARS:].replace(BREAK, "")
-        return replace(self._encode_on(text, scope), prompt_end=end)
+
+    def num_leading_tokens(self, text: str, num_chars: int, token_ids: TokenArray) -> int:
+        """Return how many ids of a rendered text lie within its first characters.
+
+        Only what is behind the last cut before the place is tokenized: each cut is a token that stands nowhere else.
+        """
+        cuts = self._cuts.find(text)
+        num_before = sum(cut.end <= num_chars for cut in cuts)
+        places = np.flatnonzero(np.isin(token_view(token_ids), [cut.token_id for cut in cuts]))
+        if not num_before or len(places) != len(cuts):
+            return num_alike(token_ids, self._encode_whole(text[:num_chars]).token_ids)
+        begin, place = cuts[num_before - 1].start, int(places[num_before - 1])
+        (ids,) = self._control_tokens.encode([text[begin:num_chars]])
+        return place + num_alike(token_ids[place:], as_tokens(ids))
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this spelling; None if there is no such token."""

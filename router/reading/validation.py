@@ -16,6 +16,7 @@ from common.tokens import TokenArray, num_packed
 from common.wire import check_bounds, sampling_from_proto, token_ids_from_proto
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.fleet.facts import ModelFacts
+from router.reading.cache_marks import MarkFinder, check_marks
 from router.reading.codec import Codec
 from router.reading.conversation import (
     NO_FORMATS,
@@ -28,6 +29,7 @@ from router.reading.conversation import (
 )
 from router.reading.fair_threads import FairThreads
 from router.reading.token_cache import Encoded
+from router.record.cache_use import PromptMark, prompt_marks
 from router.record.embedding import read_form
 from router.record.record import Delivery, Job
 from router.record.resumption import read_resumed, render_time
@@ -135,6 +137,7 @@ class RequestReader:
     def _read(self, message: inference_pb2.GenerateRequest, request_id: RequestId, model: ModelFacts) -> Job:
         """Return the job. Any thread. Raises RequestError that names the field."""
         check_bounds(message)
+        check_marks(message)
         model.check_name(message.model)
         conversation = rendered_unix_s = None
         if message.HasField("chat"):
@@ -173,8 +176,30 @@ class RequestReader:
             rendered_unix_s=rendered_unix_s or 0,
             answer_format=answer,
             is_parsed=message.chat.parse_answer,
+            marks=self._marks(message, conversation, encoded, rendered_unix_s or 0, model),
             resumed=resumed,
         )
+
+    def _marks(
+        self,
+        message: inference_pb2.GenerateRequest,
+        conversation: Conversation | None,
+        encoded: Encoded,
+        rendered_unix_s: int,
+        model: ModelFacts,
+    ) -> tuple[PromptMark, ...]:
+        """Return the prefixes of a prompt that are to stay cached; of one that is cut at its front, all or nothing."""
+        if not message.cache_marks:
+            return ()
+        finder = MarkFinder(self.codec, message, encoded)
+        if conversation is None or encoded.is_cut:
+            given = finder.in_prompt()
+        else:
+            given = finder.in_chat(
+                conversation, self._formats, partial(self.codec.render, rendered_unix_s=rendered_unix_s)
+            )
+        num_prompt_tokens = len(encoded.token_ids)
+        return tuple(prompt_marks(given, num_prompt_tokens=num_prompt_tokens, block_size=model.block_size))
 
     def _read_embedding(self, message: inference_pb2.EmbedRequest, request_id: RequestId, model: ModelFacts) -> Job:
         """Return the job of a request for an embedding. Any thread. Raises RequestError that names the field."""
@@ -281,7 +306,7 @@ def _cut(encoded: Encoded, message: inference_pb2.GenerateRequest | inference_pb
         raise InvalidRequest("truncate_prompt_tokens is 0: no token would be left", field="truncate_prompt_tokens")
     if len(encoded.token_ids) <= num_kept:
         return encoded
-    return Encoded(encoded.token_ids[-num_kept:], prompt_end=encoded.prompt_end)
+    return Encoded(encoded.token_ids[-num_kept:], prompt_end=encoded.prompt_end, is_cut=True)
 
 
 def _check_parsing(message: inference_pb2.GenerateRequest, sampling: SamplingParams) -> None:

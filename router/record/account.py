@@ -26,6 +26,10 @@ class Service:
     """Prompt tokens that were not computed."""
     num_output_tokens: int = 0
     num_samples: int = 1
+    num_pinned_tokens: int = 0
+    """Leading tokens that marks have pinned."""
+    num_refused_pin_tokens: int = 0
+    """Tokens that marks could not pin."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +61,8 @@ class Account:
     """Prompt tokens that were computed for it."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_refused_pin_tokens: int = 0
+    """Tokens of its marked prefixes that could not be pinned."""
     num_set_back: int = 0
     """Answers that gave their room on a decode worker to another tenant's request and went on later."""
     on_cost: "Callable[[Account, float], None]" = lambda _account, _seconds: None
@@ -117,6 +123,7 @@ class Account:
         self.num_prompt_tokens += service.num_prompt_tokens - service.num_cached_tokens
         self.num_cached_tokens += service.num_cached_tokens
         self.num_output_tokens += service.num_output_tokens
+        self.num_refused_pin_tokens += service.num_refused_pin_tokens
 
     def note_request(self, now_s: float) -> None:
         """Count a request against the rate."""

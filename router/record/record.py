@@ -20,6 +20,7 @@ from router.placement.calibration import DurationForecast
 from router.placement.plans import Plan
 from router.placement.waits import NO_WAITS, Waits
 from router.record.account import Service
+from router.record.cache_use import PromptMark, cache_pins, cache_writes
 from router.record.crash_budget import Losses
 from router.record.demand import Answered
 from router.record.embedding import EmbeddingForm, Floats
@@ -59,6 +60,8 @@ class Job:
     """Whether the client wants message deltas beside the text."""
     embedding: EmbeddingForm | None = None
     """Set when the answer is an embedding of the prompt; nothing is sampled then."""
+    marks: tuple[PromptMark, ...] = ()
+    """Prefixes of the prompt that are to stay cached, shortest first."""
     resumed: tuple[ResumedSample, ...] = ()
     """The first samples as another router has delivered them; empty for a new request."""
 
@@ -93,6 +96,8 @@ class RunningRequest:
     """Waits in line before its prefill."""
     num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
+    num_pinned_tokens: int = 0
+    """Leading tokens that its marks have pinned on the worker where these are most."""
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     prefill_s: float = 0.0
@@ -170,9 +175,31 @@ class RunningRequest:
             prefill_booking=prefill_booking,
             quarantined=self.losses.is_quarantined,
             traceparent=traceparent,
+            cache_pins=self._cache_pins() if retention == sequence_pb2.RETENTION_UNSPECIFIED else None,
             pooling=pooling_to_proto(None if self.job.embedding is None else self.job.embedding.pooling),
             answer_format=self.job.answer_format if sampling.stop else None,
         )
+
+    def _cache_pins(self) -> sequence_pb2.CachePins | None:
+        if self.job.embedding is not None:
+            return None
+        return cache_pins(self.job.marks, tenant=self.tenant.name, max_bytes=self.tenant.cache_bytes)
+
+    def note_pinned(self, num_pinned_tokens: int) -> None:
+        """Note the leading tokens that a worker has pinned."""
+        self.num_pinned_tokens = max(self.num_pinned_tokens, num_pinned_tokens)
+
+    @property
+    def cache_writes(self) -> list[inference_pb2.CacheWrite]:
+        """Tokens that it has put into the cache for its marks, by their time."""
+        return list(cache_writes(self.job.marks, num_cached_tokens=self.num_cached_tokens))
+
+    @property
+    def num_refused_pin_tokens(self) -> int:
+        """Tokens that its marks could not pin, once the prompt is computed."""
+        if not self.job.marks or not self.ledger.has_tokens:
+            return 0
+        return max(0, self.job.marks[-1].num_tokens - self.num_pinned_tokens)
 
     def deliver(
         self,
@@ -233,6 +260,8 @@ class RunningRequest:
             num_cached_tokens=self.num_cached_tokens if has_begun else 0,
             num_output_tokens=self.ledger.num_tokens,
             num_samples=self.job.sampling.n,
+            num_pinned_tokens=self.num_pinned_tokens,
+            num_refused_pin_tokens=self.num_refused_pin_tokens,
         )
 
     @property

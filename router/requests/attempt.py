@@ -95,6 +95,15 @@ class Attempt(WorkerRequests, ABC):
             self.record.num_pulled_tokens = min(started.num_pulled_tokens, num_cached_tokens)
             self.services.admission.correct_cached(self.record.ticket, num_cached_tokens)
 
+    def _note_pinned(self, num_pinned_tokens: int) -> None:
+        """Note what a worker has pinned, for the request and for the decision."""
+        if not self.record.job.marks:
+            return
+        decision, record = self.booking.decision, self.record
+        record.note_pinned(num_pinned_tokens)
+        decision.num_pinned_tokens = record.num_pinned_tokens
+        decision.num_refused_pin_tokens = record.num_refused_pin_tokens
+
     def _note_first_token(self) -> None:
         """Note the time of the attempt's first token; gaps between tokens count from here on."""
         decision = self.booking.decision

@@ -153,6 +153,7 @@ class GenerationAttempt(Attempt):
             batch.runs.extend(runs_of(finished.first_tokens))
         with blaming(prefill):
             self.record.deliver(batch, expected=self.samples, prompt_logprobs=finished.prompt_logprobs)
+        self._note_pinned(finished.num_pinned_tokens)
         self._note_first_token()
 
     async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Answer) -> None:
@@ -198,6 +199,7 @@ class GenerationAttempt(Attempt):
             take = self.record.deliver if self._access is None else self.record.note_checkpoint
             has_end = take(batch, expected=self.samples)
             self._note_drafts(batch)
+            self._note_pinned(batch.num_pinned_tokens)
         except KvrelayError as error:
             raise AttemptFailed(self.booking.answering, error) from error
         self._note_first_token()  # of a local plan; a remote one has had it by now

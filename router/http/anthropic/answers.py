@@ -10,6 +10,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.sampling_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
 from router.doors.front_door import FrontDoor
 from router.http.answers import Answer, MakeAnswer
+from router.http.anthropic.cache_control import creation_by_ttl
 from router.http.anthropic.stops import Decode, StopFinder
 from router.http.blocks import Block, BlockChange, BlockDelta, BlockKind, Blocks, BlockStart, BlockStop
 from router.http.calls import Call
@@ -92,15 +93,10 @@ class _MessageAnswer(Answer):
             return "stop_sequence"
         return "tool_use" if self._blocks.end_in_calls else "end_turn"
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         """Return the token counts of the complete answer."""
         counted = self.facts[0].completed.usage
-        num_cached_tokens = counted.num_cached_tokens
-        return _usage(
-            counted.num_prompt_tokens - num_cached_tokens,
-            counted.num_output_tokens,
-            num_cached_tokens=num_cached_tokens,
-        )
+        return _usage(counted.num_prompt_tokens, counted.num_output_tokens, counted)
 
 
 class StreamedMessage(_MessageAnswer):
@@ -126,7 +122,7 @@ class StreamedMessage(_MessageAnswer):
 
     def _start(self) -> str:
         """Return the first event; how much of the prompt was cached is not known yet."""
-        usage = _usage(self._num_prompt_tokens, 0, num_cached_tokens=0)
+        usage = _usage(self._num_prompt_tokens, 0, pb.Usage())
         message = self._message(content=[], stop_reason=None, stop_sequence=None, usage=usage)
         return _event("message_start", message=message)
 
@@ -198,10 +194,13 @@ def input_of(arguments: str) -> dict[str, Any]:
     return given if isinstance(given, dict) else {INVALID_INPUT: arguments}
 
 
-def _usage(num_input_tokens: int, num_output_tokens: int, *, num_cached_tokens: int) -> dict[str, int]:
+def _usage(num_prompt_tokens: int, num_output_tokens: int, cached: pb.Usage) -> dict[str, Any]:
+    """Return counts of disjoint parts of the prompt, and of the answer."""
+    created = creation_by_ttl(cached.cache_writes)
     return {
-        "input_tokens": num_input_tokens,
+        "input_tokens": num_prompt_tokens - cached.num_cached_tokens - sum(created.values()),
         "output_tokens": num_output_tokens,
-        "cache_read_input_tokens": num_cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached.num_cached_tokens,
+        "cache_creation_input_tokens": sum(created.values()),
+        "cache_creation": created,
     }

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import InvalidRequest
+from router.http.anthropic.cache_control import read_marks
 from router.http.anthropic.schema import CountTokensBody, MessagesBody, Thinking, Tool, ToolChoice
 from router.http.anthropic.turns import read_turns
 from router.http.calls import Call, chat_call
@@ -30,7 +31,9 @@ def read_messages_body(raw: bytes) -> Call:
     """Return the call of a `/v1/messages` body. Raises InvalidRequest that names the field."""
     body = parse_body(MessagesBody, raw)
     call = chat_call(_chat_of(body))
+    marks = read_marks(body)
     for request in call.requests:
+        request.cache_marks.extend(marks)
         request.chat.soft_thinking_budget = request.chat.HasField("thinking_budget")  # a target in Anthropic's API
     names = call.names if _response_format(body) is None else {"structured_outputs": "output_config.format"}
     return replace(call, names=names, left_out=(*body.left_out, *call.left_out))

@@ -14,6 +14,10 @@ _INT32_MAX = 2**31 - 1
 _MAX_STOPS = next(each.max_entries for each in PARAMETERS if each.option == "stop")
 
 _Ignored = Annotated[dict[str, Any], Field(max_length=64)] | None
+CACHE_TTLS = {"5m": 300.0, "1h": 3600.0}
+"""Times of marks, seconds."""
+_CONTROL = object_schema({"ttl": {"enum": [*CACHE_TTLS, None]}}, type=const_schema("ephemeral"))
+_CacheControl = Annotated[dict[str, Any], Field(max_length=64), WithJsonSchema(_CONTROL)] | None
 _JsonSchema = Annotated[dict[str, Any], Field(max_length=1024)]
 
 
@@ -67,7 +71,8 @@ class Tool(StrictBody):
     name: Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")] | None = None
     description: str | None = None
     input_schema: _JsonSchema | None = None
-    cache_control: _Ignored = None
+    cache_control: _CacheControl = None
+    """A mark: the prompt up to this tool is to stay cached."""
     eager_input_streaming: bool | None = None
     """Ignored: input is always streamed while it is generated."""
     strict: bool | None = None
@@ -75,9 +80,11 @@ class Tool(StrictBody):
 
 
 def _own_or_bare(tool: Any) -> Any:
-    """Return a tool; one that the model is not told of without anything but its type."""
+    """Return a tool; one that the model is not told of without anything but its type and its mark."""
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return {"type": kind} if isinstance(kind, str) and kind != "custom" else tool
+    if not isinstance(kind, str) or kind == "custom":
+        return tool
+    return {name: tool[name] for name in ("type", "cache_control") if name in tool}
 
 
 class ToolChoice(StrictBody):
@@ -130,8 +137,8 @@ class CountTokensBody(StrictBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """Earlier name of `output_config.format`."""
-    cache_control: _Ignored = None
-    """Ignored: every prefix is cached."""
+    cache_control: _CacheControl = None
+    """A mark at the end of the prompt: all of it is to stay cached."""
 
 
 class MessagesBody(CountTokensBody):
@@ -178,6 +185,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             output_tokens=_COUNT,
             cache_read_input_tokens=_COUNT,
             cache_creation_input_tokens=_COUNT,
+            cache_creation=object_schema(**{f"ephemeral_{each}_input_tokens": _COUNT for each in CACHE_TTLS}),
         ),
     ),
     "TokenCount": object_schema(input_tokens=_COUNT),

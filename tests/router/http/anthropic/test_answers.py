@@ -105,6 +105,7 @@ async def test_document_has_thoughts_text_and_the_call(num_chars: int) -> None:
             "output_tokens": 70,
             "cache_read_input_tokens": 4,
             "cache_creation_input_tokens": 0,
+            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         },
     }
 
