@@ -12,7 +12,8 @@ from common.structured_outputs import structure_text
 from common.wire import MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
-from router.http.messages import read_chat_prompt
+from router.http.cache_options import cache_marks
+from router.http.messages import read_chat_prompt, read_messages
 from router.http.response_format import only_tokens, read_format
 from router.http.schema import SAMPLING_FIELDS, ChatBody, CompletionBody, EmbeddingBody, Extension, GenerationBody
 from router.http.strict import field_path
@@ -178,6 +179,10 @@ def read_token_ids(ids: Any, where: str) -> list[int]:
 def _request(body: GenerationBody, sampling: sampling_pb2.SamplingParams, **prompt: Any) -> pb.GenerateRequest:
     request = pb.GenerateRequest(model=body.model or "", sampling=sampling, **prompt)
     set_terms(request, body)
+    given = body.messages if isinstance(body, ChatBody) else None
+    request.cache_marks.extend(
+        cache_marks(body, given, "messages", lambda messages: [each.content for each in read_messages(messages)])
+    )
     return request
 
 

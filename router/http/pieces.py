@@ -99,7 +99,10 @@ def usage_of(requests: Iterable[RequestFacts], *, counts_output: bool = True) ->
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in usages)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage.num_cached_tokens for usage in usages),
+            "cache_write_tokens": sum(write.num_tokens for usage in usages for write in usage.cache_writes),
+        },
     }
 
 
@@ -119,7 +122,7 @@ def _report(facts: RequestFacts) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Return every field of a message that has neither lists nor maps; an optional one that is not set is None."""
+    """Return every field of a message that has no maps; an optional one that is not set is None."""
     return {
         field.name: _value(message, field.name, is_optional=field.containing_oneof is not None)
         for field in message.DESCRIPTOR.fields
@@ -130,4 +133,6 @@ def _value(message: Message, name: str, *, is_optional: bool) -> Any:
     if is_optional and not message.HasField(name):
         return None
     value = getattr(message, name)
+    if not isinstance(value, Message) and isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(each) for each in value]
     return _plain(value) if isinstance(value, Message) else value

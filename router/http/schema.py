@@ -16,6 +16,7 @@ from common.parameter import Biases, Json, Parameter, Texts, Tokens
 from common.sampling import PARAMETERS
 from common.structured_outputs import MAX_CHOICES
 from common.wire import MAX_PROMPT_TOKENS, MAX_TOOLS
+from router.http.cache_options import CacheOptions, Retention
 from router.http.strict import TEXT, TEXT_OR_NULL, Strict, const_schema, list_schema, nullable, object_schema
 
 _Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
@@ -140,6 +141,9 @@ class GenerationBody(_SamplingBody):
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
     kvrelay: Extension | None = None
+    prompt_cache_retention: Retention = None
+    """`24h` marks the end of the prompt for a day; `in_memory` is what every prompt gets."""
+    prompt_cache_options: CacheOptions | None = None
     # Other names of `structured_outputs`: OpenAI's, and those of earlier versions of vLLM.
     response_format: Annotated[dict[str, Any], Field(max_length=8)] | None = None
     guided_json: Annotated[dict[str, Any], Field(max_length=1024)] | str | None = None

@@ -16,7 +16,7 @@ _MAX_STOPS = next(each.max_entries for each in PARAMETERS if each.option == "sto
 _Ignored = Annotated[dict[str, Any], Field(max_length=64)] | None
 CACHE_TTLS = {"5m": 300.0, "1h": 3600.0}
 """Times of marks, seconds."""
-_CONTROL = object_schema({"ttl": {"enum": [*CACHE_TTLS, None]}}, type=const_schema("ephemeral"))
+_CONTROL = object_schema({"ttl": {"enum": [*CACHE_TTLS, None]}}, type=const_schema("ephemeral")) | {"maxProperties": 64}
 _CacheControl = Annotated[dict[str, Any], Field(max_length=64), WithJsonSchema(_CONTROL)] | None
 _JsonSchema = Annotated[dict[str, Any], Field(max_length=1024)]
 

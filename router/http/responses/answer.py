@@ -125,10 +125,9 @@ class ResponseAnswer(Answer):
     def _usage(self) -> Document:
         """Return the token counts."""
         usage = usage_of(self.facts.values())
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._output.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],

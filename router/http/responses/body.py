@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from common.sampling import MAX_LOGPROBS
 from common.wire import MAX_TOOLS
+from router.http.cache_options import CacheOptions, Retention
 from router.http.schema import SAMPLING_FIELDS, Extension, GenerationBody, sampling_body
 from router.http.strict import TEXT, Strict, const_schema, list_schema, nullable, object_schema
 
@@ -102,7 +103,7 @@ class ResponsesBody(_Sampling):
     ignored = frozenset(
         (
             *("service_tier", "request_id", "client_metadata", "max_tool_calls"),
-            *("prompt_cache_retention", "prompt_cache_options", "verbosity"),
+            "verbosity",
         )
     )
     only_as: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -158,6 +159,9 @@ class ResponsesBody(_Sampling):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Retention = None
+    """`24h` marks the end of the prompt for a day; `in_memory` is what every prompt gets."""
+    prompt_cache_options: CacheOptions | None = None
     # Widespread extensions.
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     """Variables of the chat template, such as `enable_thinking`."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from common.errors import InvalidRequest
+from router.http.cache_options import cache_marks
 from router.http.calls import Call, chat_call, renamed
 from router.http.responses.body import LOGPROBS, ResponsesBody, TextOptions
 from router.http.responses.items import read_input
@@ -20,7 +22,7 @@ _NAMES: Mapping[str, str] = {
 }
 _SAME = (
     *("model", "stream", "tool_choice", "parallel_tool_calls", "thinking_budget", "skip_special_tokens", "priority"),
-    *("cache_salt", "truncate_prompt_tokens", "kvrelay"),
+    *("cache_salt", "truncate_prompt_tokens", "kvrelay", "prompt_cache_retention", "prompt_cache_options"),
 )
 """Fields that chats have, too."""
 _FUNCTION = ("name", "description", "parameters")
@@ -44,8 +46,16 @@ def responses_call(body: ResponsesBody) -> Call:
     except InvalidRequest as error:
         error.field = renamed(error.field, names)
         raise
+    (request,) = call.requests
+    del request.cache_marks[:]  # of the messages that its items became
+    request.cache_marks.extend(cache_marks(body, body.input, "input", partial(_texts, body)))
     names = {**call.names, **names}
     return replace(call, settings=_settings(body), names=names, left_out=(*body.left_out, *call.left_out))
+
+
+def _texts(body: ResponsesBody, items: list[Any]) -> list[str]:
+    """Return the texts of the messages that the instructions and some items become."""
+    return ([body.instructions] if body.instructions else []) + [each["content"] for each in read_input(items)]
 
 
 def _chat(body: ResponsesBody) -> ChatBody:

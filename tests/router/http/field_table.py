@@ -226,6 +226,8 @@ def _sent(sequence: sequence_pb2.SequenceSpec) -> bytes:
         pooling=sequence.pooling,
         hash_root=sequence.hash_root,
     )
+    if sequence.HasField("cache_pins"):
+        lasting.cache_pins.CopyFrom(sequence.cache_pins)
     if sequence.HasField("tpot_slo_s"):
         lasting.tpot_slo_s = sequence.tpot_slo_s
     return lasting.SerializeToString(deterministic=True)

@@ -64,7 +64,10 @@ def test_line_that_changes_with_each_request_is_no_part_of_what_is_marked() -> N
         ({"cache_control": {"type": "lasting"}}, "cache_control.type"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
         ({"system": [text("be", cache_control="yes")]}, "system[0].cache_control.type"),
-        ({"messages": [HI, {"role": "user", "content": [text("a", cache_control=HOUR)] * 5}]}, "messages[1].content[4]"),
+        (
+            {"messages": [HI, {"role": "user", "content": [text("a", cache_control=HOUR)] * 5}]},
+            "messages[1].content[4]",
+        ),
         ({"system": [text("a", cache_control=HOUR)] * 4, "cache_control": HOUR}, "cache_control"),
     ],
 )
