@@ -76,6 +76,9 @@ def _view(decision: Decision) -> RenderableType:
     if outcome.num_drafted_tokens:
         drafts = f"{outcome.num_accepted_tokens} of {outcome.num_drafted_tokens} right"
         rows.append(("drafted tokens", "–", drafts))
+    if outcome.num_pinned_tokens or outcome.num_refused_pin_tokens:
+        pins = f"{outcome.num_pinned_tokens}, {outcome.num_refused_pin_tokens} refused"
+        rows.append(("pinned tokens", "–", pins))
     comparison = SplitTable(("", "predicted", "actual"), rows, num_left=1)
     candidates = [_candidate_table(decision.candidates), ""] if decision.candidates else []
     return Group(headline, "", *candidates, comparison)

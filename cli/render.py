@@ -217,6 +217,8 @@ def _router_lines(router: RouterStatus, *, address: str, waiting: str) -> list[R
             f" {each.num_prompt_tokens} computed, {each.num_cached_tokens} cached, {each.num_output_tokens} answered\n"
             f"  router {each.router_s:.1f} s, compiling {each.compile_s:.1f} s"
         )
+        if each.num_pinned_tokens or each.num_refused_pin_tokens:
+            lines += f" · {each.num_pinned_tokens} tokens pinned now, pins of {each.num_refused_pin_tokens} refused"
         if each.num_set_back:
             lines += f" · {each.num_set_back} answers set back for other tenants"
         if each.num_arriving_bytes or each.num_unsent_entries:

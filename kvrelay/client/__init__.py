@@ -45,6 +45,7 @@ from kvrelay.client.chat import (
 from kvrelay.client.collect import AsyncGenerationStream, GenerationStream
 from kvrelay.client.events import (
     Accepted,
+    CacheWrite,
     Completed,
     Event,
     Forecast,
@@ -69,7 +70,7 @@ from kvrelay.client.explanations import (
     Prediction,
     TenantWaits,
 )
-from kvrelay.client.requests import EmbedOptions, GenerateOptions, Prompt, ServiceTerms
+from kvrelay.client.requests import CacheMark, EmbedOptions, GenerateOptions, Prompt, ServiceTerms
 from kvrelay.client.results import Embedding, Generation, ModelInfo, Sample, Tokenization
 from kvrelay.client.status import (
     ClusterStatus,
@@ -104,6 +105,8 @@ __all__ = [
     "AsyncTrafficStream",
     "Cancelled",
     "ClientGone",
+    "CacheMark",
+    "CacheWrite",
     "Candidate",
     "ChatMessage",
     "ChatTurn",

@@ -17,7 +17,7 @@ from kvrelay.client.events import Accepted, SampleSoFar
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 _OPTIONS = tuple(each.option for each in PARAMETERS)
-_OTHER_OPTIONS = frozenset(("model", "label", "timeout_s", "terms", *CHAT_OPTIONS))
+_OTHER_OPTIONS = frozenset(("model", "label", "timeout_s", "terms", "cache_marks", *CHAT_OPTIONS))
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
@@ -36,8 +36,24 @@ class ServiceTerms:
     """Objective for the mean gap between tokens."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMark:
+    """The end of a prefix of the prompt that is to stay cached; without a place the end of the prompt."""
+
+    ttl_s: float
+    """Time after the last use."""
+    num_tokens: int | None = None
+    """Leading tokens of a prompt of token ids."""
+    num_chars: int | None = None
+    """Leading characters of a text, or of the content of `message`."""
+    num_tools: int | None = None
+    """Leading tools of a conversation."""
+    message: int | None = None
+    """Message of a conversation, from 0."""
+
+
 class GenerateOptions(SamplingOptions, ChatOptions, total=False):
-    """Keyword arguments of the generating calls: those of sampling, of conversations, and four of the request."""
+    """Keyword arguments of the generating calls: those of sampling, of conversations, and five of the request."""
 
     model: str
     """Name of a served model; default: the only one."""
@@ -47,6 +63,8 @@ class GenerateOptions(SamplingOptions, ChatOptions, total=False):
     """Deadline of the whole call; default: the client's."""
     terms: ServiceTerms | None
     """How soon the answer is needed."""
+    cache_marks: Sequence[CacheMark]
+    """Prefixes of the prompt that are to stay cached, at most 4."""
 
 
 class EmbedOptions(TypedDict, total=False):
@@ -78,6 +96,9 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.
     terms = options.get("terms")
     if terms is not None:
         _set_terms(message, terms)
+    for mark in options.get("cache_marks") or ():
+        with _field("cache_marks"):
+            message.cache_marks.append(_mark_message(mark))
     chat = None if isinstance(prompt, str) else _as_chat(prompt, options)
     if chat is not None:
         message.chat.CopyFrom(chat)
@@ -144,6 +165,20 @@ def _pooling(name: str) -> "sampling_pb2.Pooling.ValueType":
     except ValueError:
         known = ", ".join(each.value for each in Pooling)
         raise InvalidRequest(f"pooling is {name!r}; known are {known}", field="pooling") from None
+
+
+def _mark_message(mark: CacheMark) -> inference_pb2.CacheMark:
+    if mark.message is not None:
+        end = inference_pb2.MessageEnd(index=mark.message, num_chars=mark.num_chars)
+        return inference_pb2.CacheMark(message=end, ttl_s=mark.ttl_s)
+    places = {"num_tokens": mark.num_tokens, "num_chars": mark.num_chars, "num_tools": mark.num_tools}
+    given = {name: place for name, place in places.items() if place is not None}
+    if len(given) > 1:
+        raise InvalidRequest(f"a mark has one place, not {' and '.join(given)}", field="cache_marks")
+    message = inference_pb2.CacheMark(ttl_s=mark.ttl_s)
+    for name, place in given.items():
+        setattr(message, name, place)
+    return message
 
 
 def _set_terms(message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, terms: ServiceTerms) -> None:

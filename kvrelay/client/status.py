@@ -102,6 +102,14 @@ class RouterStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantPins:
+    """What one tenant has pinned in a worker's pages."""
+
+    tenant: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """Load of a worker."""
 
@@ -129,6 +137,7 @@ class WorkerLoad:
     """The most blocks that its tiers hold; 0: it has none."""
     tier_alarms: tuple[str, ...] = ()
     """What is wrong with its tiers now, and what to do."""
+    tenant_pins: tuple[TenantPins, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,8 @@ def test_explain_as_json_has_every_field(run: Run, address: str) -> None:
         "ended": "completed",
         "num_drafted_tokens": 50,
         "num_accepted_tokens": 40,
+        "num_pinned_tokens": 512,
+        "num_refused_pin_tokens": 64,
     }
     assert running["outcome"]["ended"] is None
 

@@ -138,7 +138,9 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 num_failed=1,
                 alarms=["no_updates: p0 is silent"],
                 refusals=[pb.TenantRefusals(tenant="batch", cause="slo", num_refused=7)],
-                tenants=[pb.TenantUsage(tenant="batch", num_queued=4, router_s=1.25, num_set_back=3)],
+                tenants=[
+                    pb.TenantUsage(tenant="batch", num_queued=4, router_s=1.25, num_set_back=3, num_pinned_tokens=512)
+                ],
                 http_port=8000,
             ),
             workers=[

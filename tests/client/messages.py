@@ -185,6 +185,8 @@ def remote_decision() -> pb.Decision:
             ended="completed",
             num_drafted_tokens=50,
             num_accepted_tokens=40,
+            num_pinned_tokens=512,
+            num_refused_pin_tokens=64,
         ),
     )
 

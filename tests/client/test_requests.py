@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from kvrelay.client.chat import ChatMessage
-from kvrelay.client.requests import ServiceTerms, credentials, generate_request
+from kvrelay.client.requests import CacheMark, ServiceTerms, credentials, generate_request
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 
@@ -26,6 +26,17 @@ def test_every_kind_of_option_arrives() -> None:
     assert message.sampling == expected
     assert message.sampling.HasField("temperature")
     assert (message.model, message.label) == ("m", "l")
+
+
+def test_marks_arrive_with_their_places() -> None:
+    marks = [CacheMark(ttl_s=60), CacheMark(ttl_s=5, num_tools=2), CacheMark(ttl_s=1, message=0, num_chars=7)]
+    assert list(build([{"role": "user", "content": "Tell me"}], cache_marks=marks).cache_marks) == [
+        inference_pb2.CacheMark(ttl_s=60),
+        inference_pb2.CacheMark(ttl_s=5, num_tools=2),
+        inference_pb2.CacheMark(ttl_s=1, message=inference_pb2.MessageEnd(index=0, num_chars=7)),
+    ]
+    with pytest.raises(InvalidRequest, match="one place"):
+        build("Hi", cache_marks=[CacheMark(ttl_s=1, num_chars=1, num_tokens=1)])
 
 
 def test_prompt_kind_follows_its_type() -> None:
