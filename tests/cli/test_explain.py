@@ -29,6 +29,7 @@ def test_explain_shows_candidates_choice_and_predicted_beside_actual(run: Run, a
     assert rows["receipt to first token"] == ["1.50 s (1.25 s to 2.00 s)", "1.62 s"]
     assert rows["… on entering the line"] == ["3.00 s", "1.62 s"]
     assert rows["gap between tokens"] == ["25.0 ms (20.0 ms to 50.0 ms)", "30.0 ms"]
+    assert rows["pinned tokens"] == ["–", "512, 64 refused"]
     assert "attempt 2" in running
     assert "running" in running
     assert {cells(line)[0]: cells(line)[1:] for line in running.splitlines() if "│" in line} == {

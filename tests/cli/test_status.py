@@ -23,6 +23,7 @@ def test_status_shows_router_and_workers(run: Run, address: str) -> None:
     assert "\n4 requests wait in line\n" in result.stdout
     assert "refused: 7 of batch (slo)" in result.stdout
     assert "tenant batch: 4 queued" in result.stdout
+    assert "512 tokens pinned now, pins of 0 refused" in result.stdout
     assert "3 answers set back" in result.stdout
     assert "ALARM no_updates: p0 is silent" in result.stdout
     prefill = next(line for line in result.stdout.splitlines() if line.startswith(" prefill-0"))

@@ -7,6 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from kvrelay.client import CacheMark, CacheWrite, Generation
 from tests.builders import BLOCK_SIZE
 from tests.e2e.in_process import System, running_system
 
@@ -14,11 +15,11 @@ KEYS = {name: f"key-of-tenant-{name}-0001" for name in ("a", "b")}
 SYSTEM = "You know the whole library by heart. " * 8
 ASKED = "Which book? " * 4
 HOUR, MINUTES = {"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"}
-BOTH_KEEP: dict[str, Any] = {"local_prefill_max_tokens": 0}
+REMOTE: dict[str, Any] = {"local_prefill_max_tokens": 0}
 
 
 @asynccontextmanager
-async def serving(router: dict[str, Any] = BOTH_KEEP, *, cache_gib: float = 1.0, **fake: Any) -> AsyncIterator[System]:
+async def serving(router: dict[str, Any] = REMOTE, *, cache_gib: float = 1.0, **fake: Any) -> AsyncIterator[System]:
     tenants = [{"name": name, "api_keys": [key], "cache_gib": cache_gib} for name, key in KEYS.items()]
     options = router | {"http_port": 0}
     async with running_system(router=options, tenants=tenants, **({"num_blocks": 400} | fake)) as served:
@@ -71,3 +72,64 @@ async def test_what_a_mark_writes_is_told_once_and_read_afterwards() -> None:
         assert tenant.num_pinned_tokens in (marked, 2 * marked)
     assert tenants["a"].num_cached_tokens == read
     assert not tenants["a"].num_refused_pin_tokens
+
+
+PROMPT = [number % 199 + 1 for number in range(200)]
+OTHERS = [[number % 97 + 100, *range(1, 160)] for number in range(12)]
+
+
+async def generate(served: System, prompt: list[int], *marks: CacheMark, tenant: str = "a") -> Generation:
+    async with served.client(api_key=KEYS[tenant]) as client:
+        return await client.generate(prompt, max_tokens=2, temperature=0, cache_marks=marks)
+
+
+def told(generation: Generation) -> tuple[int, tuple[CacheWrite, ...]]:
+    """Everything that a client is told of what was cached and what it wrote."""
+    return generation.usage.num_cached_tokens, generation.usage.cache_writes
+
+
+def held(generation: Generation) -> int:
+    """Return the prompt tokens that the worker had which keeps the prompt's blocks."""
+    usage = generation.usage
+    return max(usage.num_cached_tokens, usage.num_decode_cached_tokens)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("router", [REMOTE, {"local_prefill_max_tokens": 4096}], ids=["remote", "local"])
+async def test_pinned_prefix_is_still_there_when_others_have_filled_the_pages(router: dict[str, Any]) -> None:
+    async with serving(router, num_blocks=128) as served:
+        kept, lost = PROMPT, [7, *PROMPT]
+        first = await generate(served, kept, CacheMark(ttl_s=300, num_tokens=160), CacheMark(ttl_s=3600, num_tokens=81))
+        await generate(served, lost)
+        for tenant, prompt in zip("ab" * 6, OTHERS, strict=True):
+            await generate(served, prompt, tenant=tenant)
+        again, gone = await generate(served, kept), await generate(served, lost)
+        async with served.client(api_key=KEYS["a"]) as client:
+            (decision,) = await client.explain(first.request_id)
+    assert told(first) == (0, (CacheWrite(ttl_s=3600, num_tokens=80), CacheWrite(ttl_s=300, num_tokens=80)))
+    assert (first.usage.num_pinned_tokens, first.usage.num_refused_pin_tokens) == (160, 0)
+    assert (held(again), held(gone)) == (160, 0)
+    assert (decision.outcome.num_pinned_tokens, decision.outcome.num_refused_pin_tokens) == (160, 0)
+
+
+@pytest.mark.asyncio
+async def test_marks_beyond_the_quota_are_counted_as_refused_and_told_as_written() -> None:
+    async with serving(cache_gib=10 * 8 * BLOCK_SIZE / 2**30) as served:
+        half = await generate(served, PROMPT, CacheMark(ttl_s=60))
+    async with serving(cache_gib=0.0) as served:
+        none = await generate(served, PROMPT, CacheMark(ttl_s=60))
+    assert told(half) == told(none) == (0, (CacheWrite(ttl_s=60, num_tokens=196),))
+    assert (half.usage.num_pinned_tokens, half.usage.num_refused_pin_tokens) == (40, 156)
+    assert (none.usage.num_pinned_tokens, none.usage.num_refused_pin_tokens) == (0, 196)
+
+
+@pytest.mark.asyncio
+async def test_what_one_tenant_marks_and_sends_changes_no_count_of_another() -> None:
+    marks = CacheMark(ttl_s=3600), CacheMark(ttl_s=60, num_tokens=50)
+    async with serving() as served:
+        alone = [told(await generate(served, PROMPT, *marks, tenant="b")) for _ in range(2)]
+    async with serving() as served:
+        for _ in range(2):
+            await generate(served, PROMPT, *marks)
+        beside = [told(await generate(served, PROMPT, *marks, tenant="b")) for _ in range(2)]
+    assert alone == beside
