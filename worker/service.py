@@ -135,6 +135,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 device=_device_report(runtime.executor.floors),
                 num_idle_cores=None if runtime.host_cores is None else runtime.host_cores.num_idle,
                 link_rates=_link_rates(runtime),
+                tenant_pins=[
+                    pb.TenantPins(tenant=tenant, num_tokens=num_blocks * runtime.executor.kv.shape.block_size)
+                    for tenant, num_blocks in load.tenant_pins.items()
+                ],
             ),
             timing=timing_to_proto(runtime.timing.model, runtime.timing.transports),
         )
@@ -189,9 +193,5 @@ def load_report(runtime: WorkerRuntime) -> pb.LoadReport:
         pb.LoadReport,
         runtime.load,
         prefill_backlog_s=runtime.backlog_s(),
-        tenant_pins=[
-            pb.TenantPins(tenant=tenant, num_tokens=num_blocks * runtime.executor.kv.shape.block_size)
-            for tenant, num_blocks in runtime.load.tenant_pins.items()
-        ],
         tier_alarms=() if runtime.tiers is None else runtime.tiers.alarms,
     )

@@ -137,7 +137,6 @@ class WorkerLoad:
     """The most blocks that its tiers hold; 0: it has none."""
     tier_alarms: tuple[str, ...] = ()
     """What is wrong with its tiers now, and what to do."""
-    tenant_pins: tuple[TenantPins, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +248,7 @@ class WorkerStatus:
     num_idle_cores: float | None = None
     """Cores of its host that were idle in the last minute, in the mean; None where it does not know."""
     link_rates: tuple[LinkRate, ...] = ()
+    tenant_pins: tuple[TenantPins, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -465,7 +465,6 @@ class LoadReport(_message.Message):
     NUM_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     TIER_ALARMS_FIELD_NUMBER: _builtins.int
-    TENANT_PINS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the running batch."""
     num_waiting: _builtins.int
@@ -502,10 +501,6 @@ class LoadReport(_message.Message):
     def tier_alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is wrong with its tiers now, and what to do."""
 
-    @_builtins.property
-    def tenant_pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantPins]:
-        """Tokens that tenants have pinned in pages."""
-
     def __init__(
         self,
         *,
@@ -526,11 +521,10 @@ class LoadReport(_message.Message):
         num_tier_blocks: _builtins.int = ...,
         max_tier_blocks: _builtins.int = ...,
         tier_alarms: _abc.Iterable[_builtins.str] | None = ...,
-        tenant_pins: _abc.Iterable[Global___TenantPins] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_free_slots", b"num_free_slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "max_tier_blocks", b"max_tier_blocks", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_promised_window_pages", b"num_promised_window_pages", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_tier_blocks", b"num_tier_blocks", "num_waiting", b"num_waiting", "num_window_pages", b"num_window_pages", "prefill_backlog_s", b"prefill_backlog_s", "tenant_pins", b"tenant_pins", "tier_alarms", b"tier_alarms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "max_tier_blocks", b"max_tier_blocks", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_promised_window_pages", b"num_promised_window_pages", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_tier_blocks", b"num_tier_blocks", "num_waiting", b"num_waiting", "num_window_pages", b"num_window_pages", "prefill_backlog_s", b"prefill_backlog_s", "tier_alarms", b"tier_alarms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_free_slots: _TypeAlias = _typing.Literal["num_free_slots"]  # noqa: Y015
     _WhichOneofArgType__num_free_slots: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots"]  # noqa: Y015
@@ -884,6 +878,7 @@ class WorkerStatus(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     NUM_IDLE_CORES_FIELD_NUMBER: _builtins.int
     LINK_RATES_FIELD_NUMBER: _builtins.int
+    TENANT_PINS_FIELD_NUMBER: _builtins.int
     num_used_blocks: _builtins.int
     """Pages referenced by sequences, reservations or leases."""
     num_cached_blocks: _builtins.int
@@ -938,6 +933,10 @@ class WorkerStatus(_message.Message):
     def link_rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkRate]:
         """Its transports, as far as they were measured or used."""
 
+    @_builtins.property
+    def tenant_pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantPins]:
+        """Tokens that tenants have pinned in pages, as of the last step."""
+
     def __init__(
         self,
         *,
@@ -964,10 +963,11 @@ class WorkerStatus(_message.Message):
         device: Global___DeviceReport | None = ...,
         num_idle_cores: _builtins.float | None = ...,
         link_rates: _abc.Iterable[Global___LinkRate] | None = ...,
+        tenant_pins: _abc.Iterable[Global___TenantPins] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores", "device", b"device", "load", b"load", "num_idle_cores", b"num_idle_cores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores", "busy_s", b"busy_s", "device", b"device", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "link_rates", b"link_rates", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_idle_cores", b"num_idle_cores", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "recent_steps", b"recent_steps", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores", "busy_s", b"busy_s", "device", b"device", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "link_rates", b"link_rates", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_idle_cores", b"num_idle_cores", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "recent_steps", b"recent_steps", "tenant_pins", b"tenant_pins", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_idle_cores: _TypeAlias = _typing.Literal["num_idle_cores"]  # noqa: Y015
     _WhichOneofArgType__num_idle_cores: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores"]  # noqa: Y015

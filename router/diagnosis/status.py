@@ -1,6 +1,7 @@
 """The state of the cluster as one router reports it."""
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
@@ -25,7 +26,13 @@ class StatusReporter:
     async def status(self, *, timeout_s: float) -> pb.GetClusterStatusResponse:
         """Return the whole state; a worker that does not answer within `timeout_s` has no status of its own."""
         views = await asyncio.gather(*(self._view(member, timeout_s) for member in self._parts.fleet.members))
-        return pb.GetClusterStatusResponse(router=self.router(), workers=views, planner=self._parts.planner.latest())
+        router = self.router()
+        pinned: Counter[str] = Counter()
+        for view in views:
+            pinned.update({each.tenant: each.num_tokens for each in view.status.tenant_pins})
+        for usage in router.tenants:
+            usage.num_pinned_tokens = pinned[usage.tenant]
+        return pb.GetClusterStatusResponse(router=router, workers=views, planner=self._parts.planner.latest())
 
     def router(self) -> pb.RouterStatus:
         """Return the state of the router itself."""

@@ -123,16 +123,13 @@ class Admission:
     @property
     def tenants(self) -> tuple[inference_pb2.TenantUsage, ...]:
         """Use by each tenant."""
-        pinned: Counter[str] = Counter()
-        for member in self._fleet.members_by_id.values():
-            pinned.update({each.tenant: each.num_tokens for each in member.report.tenant_pins})
         return tuple(
             message_of(
                 inference_pb2.TenantUsage,
                 account,
                 tenant=account.tenant.name,
                 weight=account.tenant.weight,
-                num_pinned_tokens=pinned[account.tenant.name],
+                num_pinned_tokens=0,  # workers tell
                 num_arriving_bytes=self.arrivals.held_by(account.tenant.name),
                 num_unsent_entries=self.unsent.held_by(account.tenant.name),
             )

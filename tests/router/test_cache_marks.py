@@ -60,7 +60,7 @@ def test_mark_covers_what_is_before_it_and_nothing_that_may_change(path: Any) ->
     for index, num_tokens in enumerate(lengths):
         said = turns[index][1].strip()
         if said in encoded.text:
-            before = "".join(map(codec.tokenizer.id_to_token, encoded.token_ids[:num_tokens]))
+            before = "".join(str(codec.tokenizer.id_to_token(each)) for each in encoded.token_ids[:num_tokens])
             assert before.replace("Ġ", " ").endswith((said, said[:-1]))
         # Another end of the conversation begins with the same tokens.
         others = [*turns[: index + 1], *((role, f"{role} {content} otherwise") for role, content in turns[index + 1 :])]

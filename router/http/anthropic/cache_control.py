@@ -52,13 +52,12 @@ def _marks(body: MessagesBody) -> Iterator[tuple[str, pb.CacheMark]]:
 def _marked(content: Any, where: str) -> Iterator[tuple[str, float, list[Any]]]:
     """Yield place and time of each mark in some content, with the content up to there, the marked block included."""
     for position, block in enumerate(content if isinstance(content, list) else ()):
-        here, before = field_path(where, position), content[:position]
         if block["type"] == "tool_result":
-            for inner, ttl_s, returned in _marked(block.get("content"), f"{here}.content"):
-                yield inner, ttl_s, [*before, {**block, "content": returned}]
+            for inner, ttl_s, returned in _marked(block.get("content"), f"{field_path(where, position)}.content"):
+                yield inner, ttl_s, [*content[:position], {**block, "content": returned}]
         if (given := block.get("cache_control")) is not None:
-            inner = f"{here}.cache_control"
-            yield inner, _ttl_s(given, inner), [*before, block]
+            inner = f"{field_path(where, position)}.cache_control"
+            yield inner, _ttl_s(given, inner), content[: position + 1]
 
 
 def _ttl_s(given: Any, where: str) -> float:
