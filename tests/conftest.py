@@ -74,7 +74,7 @@ def _is_for_waiting(workerinput: Mapping[str, Any]) -> bool:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        faulthandler.dump_traceback_later(_LAST_S, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(_LAST_S, exit=True, file=2)
 
 
 @pytest.hookimpl(trylast=True)

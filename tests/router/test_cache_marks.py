@@ -68,7 +68,7 @@ def test_mark_covers_what_is_before_it_and_nothing_that_may_change(path: Any) ->
         assert other.token_ids[:num_tokens] == encoded.token_ids[:num_tokens]
 
 
-def test_mark_in_a_message_ends_there_and_one_at_its_front_or_in_an_empty_one_before_the_next_words() -> None:
+def test_mark_ends_in_its_message_or_before_the_next_words() -> None:
     codec = ByteCodec()
     turns = [("user", "  two parts"), ("assistant", " "), ("user", "so")]
     (part, front, empty, last), encoded = found(codec, asked(turns, end(0, 5), end(0, 1), end(1), end(2)))

@@ -21,16 +21,17 @@ _DAY_S = 24 * _HOUR_S
 @pytest.mark.parametrize("set_by_s", [-_HOUR_S, _HOUR_S])
 async def test_calls_go_on_after_the_clock_is_set(set_by_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     own, offset_s = authority(is_encrypted=False), [-set_by_s]
-    server, _ = await serving(own, Talker())  # type: ignore[abstract]
     caller = Credentials.of(own, Role.ROUTER, "router-0", HOSTS)
     monkeypatch.setattr(proofs, "time", SimpleNamespace(time=lambda: time.time() + offset_s[0]))
-    async with connect_to(Role.WORKER, caller)(f"127.0.0.1:{server.port}") as channel:
+    async with (
+        serving(own, Talker()) as (server, _),  # type: ignore[abstract]
+        connect_to(Role.WORKER, caller)(f"127.0.0.1:{server.port}") as channel,
+    ):
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         with pytest.raises(Exception, match="not valid"):  # signed by a clock that differs
             await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest())
         offset_s[0] = 0.0
         await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest())
-    await server.stop(0)
 
 
 @pytest.mark.parametrize(("set_by_s", "is_due"), [(-_DAY_S, False), (0, False), (-60 * _DAY_S, True), (_DAY_S, True)])
