@@ -2,19 +2,20 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from common.block_hash import BlockHashes
 from common.errors import HandoffGone
 from common.ids import BlockHash, HandoffId, HashRoot
 from kv_tiers.tiers import Tiers
-from kvrelay.v1 import worker_pb2
 from prefill_worker import service
 from tests.builders import BLOCK_SIZE
-from tests.worker.cluster import make_runtime, running_pool, serve_runtime, until_empty
+from tests.worker.cluster import running_pool
 from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt, where
 from tests.worker.test_tiers import NUM_BLOCKS, fill_pages, settings, until_written
 from worker.prefix_pull import PullOutcome
@@ -49,10 +50,18 @@ class HungTiers:
         self.tiers.put = held  # type: ignore[assignment,method-assign]
 
 
-async def test_a_read_that_hangs_is_given_up_and_what_has_come_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hung() -> Iterator[HungTiers]:
+    tiers = HungTiers()
+    yield tiers
+    tiers.may_go.set()  # no thread is left waiting, however the test ends
+
+
+async def test_a_read_that_hangs_is_given_up_and_what_has_come_is_used(
+    hung: HungTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("worker.prefix_pull.MIN_PULL_S", 0.1)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # by which transfers move their bytes
-    hung = HungTiers()
     fakes: dict[str, dict[str, Any]] = {"prefill-0": {"tiers": hung.tiers, "num_blocks": NUM_BLOCKS}, "decode-0": {}}
     async with running_pool(fakes) as pool:
         pair, worker = pool.pair("prefill-0", "decode-0"), pool.workers["prefill-0"]
@@ -79,10 +88,9 @@ async def test_a_read_that_hangs_is_given_up_and_what_has_come_is_used(monkeypat
 
 
 async def test_requests_for_one_prefix_read_it_once_though_the_second_comes_late(
-    monkeypatch: pytest.MonkeyPatch,
+    hung: HungTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.tier_reads._MAX_PIECE_BLOCKS", 2)
-    hung = HungTiers()
     fakes: dict[str, dict[str, Any]] = {"prefill-0": {"tiers": hung.tiers, "num_blocks": NUM_BLOCKS}, "decode-0": {}}
     async with running_pool(fakes) as pool, asyncio.timeout(60):
         pair, worker = pool.pair("prefill-0", "decode-0"), pool.workers["prefill-0"]
@@ -93,9 +101,17 @@ async def test_requests_for_one_prefix_read_it_once_though_the_second_comes_late
         first = asyncio.create_task(pair.generate(prompt(2)))
         while hung.num_reads_left >= 0:  # noqa: ASYNC110 - a thread counts it
             await asyncio.sleep(0.001)
+        looked, tiers = asyncio.Event(), worker.runtime.tiers
+        assert tiers is not None
+        look = tiers.num_worth_reading
+
+        def noted(hashes: BlockHashes) -> int:
+            looked.set()
+            return look(hashes)
+
+        monkeypatch.setattr(tiers, "num_worth_reading", noted)
         second = asyncio.create_task(pair.generate(prompt(3)))
-        while worker.runtime.num_request_tasks < 2:  # noqa: ASYNC110 - no event tells it
-            await asyncio.sleep(0.001)
+        await looked.wait()
         for _ in range(10):
             await worker.runtime.engine.call(lambda _core: None)
         hung.may_go.set()
@@ -105,9 +121,10 @@ async def test_requests_for_one_prefix_read_it_once_though_the_second_comes_late
         assert worker.runtime.prefixes.tier_outcomes == {PullOutcome.PULLED: 1, PullOutcome.PRESENT: 1}
 
 
-async def test_pages_of_a_read_that_was_given_up_are_not_written_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_of_a_read_that_was_given_up_are_not_written_any_more(
+    hung: HungTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("worker.prefix_pull.MIN_PULL_S", 0.1)
-    hung = HungTiers()
     fakes: dict[str, dict[str, Any]] = {"prefill-0": {"tiers": hung.tiers, "num_blocks": NUM_BLOCKS}, "decode-0": {}}
     async with running_pool(fakes) as pool:
         pair, worker = pool.pair("prefill-0", "decode-0"), pool.workers["prefill-0"]
@@ -125,9 +142,10 @@ async def test_pages_of_a_read_that_was_given_up_are_not_written_any_more(monkey
         assert not written
 
 
-async def test_a_worker_stops_though_a_write_into_its_tier_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_stops_though_a_write_into_its_tier_hangs(
+    hung: HungTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("worker.worker_tiers._FLUSH_S", 0.05)
-    hung = HungTiers()
     hung.hang_writes()
     async with running_pool({"prefill-0": {"tiers": hung.tiers}, "decode-0": {}}, ends_empty=False) as pool:
         await pool.pair("prefill-0", "decode-0").generate(prompt(1))
@@ -170,8 +188,6 @@ async def test_a_fault_of_tiers_that_nobody_expects_costs_blocks_only(
 
 
 async def test_a_prefill_that_is_cancelled_twice_ends_after_its_reads() -> None:
-    runtime = make_runtime(worker_pb2.WORKER_ROLE_PREFILL, "prefill-0", transports=("grpc",))
-    worker = await serve_runtime(runtime)
     may_end, began, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def read() -> None:
@@ -188,16 +204,16 @@ async def test_a_prefill_that_is_cancelled_twice_ends_after_its_reads() -> None:
             await service._unless_aborted(handoff, read())  # noqa: SLF001
 
     released: list[bool] = []
-    handoff = runtime.handoffs.begin(HandoffId("0" * 32), lambda: None)
-    calling = asyncio.create_task(call())
-    await began.wait()
-    for _ in range(3):
-        calling.cancel()
-        for _turn in range(5):
-            await asyncio.sleep(0)
-    may_end.set()
-    await asyncio.wait([calling])
-    assert released == [True], "pages went while they were written"
-    runtime.handoffs.abort(handoff, HandoffGone("the test is over"))
-    await until_empty(worker)
-    await worker.stop(0)
+    async with running_pool({"prefill-0": {}}) as pool:
+        handoffs = pool.workers["prefill-0"].runtime.handoffs
+        handoff = handoffs.begin(HandoffId("0" * 32), lambda: None)
+        calling = asyncio.create_task(call())
+        await began.wait()
+        for _ in range(3):
+            calling.cancel()
+            for _turn in range(5):
+                await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.wait([calling])
+        assert released == [True], "pages went while they were written"
+        handoffs.abort(handoff, HandoffGone("the test is over"))
