@@ -127,9 +127,18 @@ class TierServing:
         buffer = await self.buffers.take(wanted.puller)
         content = self._staged(buffer, wanted) if wanted.is_staged else _Chunks(wanted)
         filling = Filling(self._tiers, wanted.hashes[: self._stride].digests(), wanted.root, content.fill)
-        began_s = self._clock.monotonic()
+        took_s = 0.0
+
+        def read() -> None:
+            nonlocal took_s
+            began_s = self._clock.monotonic()  # not before: other reads may be in front
+            try:
+                filling.run()
+            finally:
+                took_s = self._clock.monotonic() - began_s
+
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._threads, filling.run)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, read)
         except RuntimeError:  # the worker ends
             buffer.free()
             yield OffloadedPiece()
@@ -137,9 +146,8 @@ class TierServing:
         self._roots[wanted.root] += 1
         try:
             await self._until_read(running)
-            seconds = self._clock.monotonic() - began_s
-            if filling.num_filled or seconds > SLOW_S:
-                self._on_read(max(1, filling.num_filled) * self._shape.block_bytes, seconds)
+            if filling.num_filled or took_s > SLOW_S:
+                self._on_read(max(1, filling.num_filled) * self._shape.block_bytes, took_s)
             self.num_served += filling.num_filled
             yield OffloadedPiece(num_blocks=filling.num_filled, messages=content.messages)
         finally:
@@ -150,6 +158,7 @@ class TierServing:
             def end(_running: "asyncio.Future[None]") -> None:
                 self._num_left -= was_left
                 self._roots[wanted.root] -= 1
+                self._roots += Counter()  # without those that are 0: clients can make up any number
                 content.clear()
                 buffer.free()
 
