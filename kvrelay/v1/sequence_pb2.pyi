@@ -106,9 +106,7 @@ class SequenceSpec(_message.Message):
 
     @_builtins.property
     def cache_pins(self) -> Global___CachePins:
-        """Leading blocks of the prompt to keep cached, where the tenant may have any pinned. Absent: it may not, or another worker
-        keeps the blocks.
-        """
+        """Leading blocks of the prompt to keep cached. Absent: the tenant may pin nothing."""
 
     def __init__(
         self,
@@ -154,7 +152,7 @@ class CachePins(_message.Message):
     """Most bytes of KV that it may have pinned on this worker."""
     @_builtins.property
     def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachePin]:
-        """Shortest prefix first; empty: the request uses what is pinned."""
+        """Shortest prefix first; empty: the request uses what is pinned, and no more, as where another worker keeps its blocks."""
 
     def __init__(
         self,

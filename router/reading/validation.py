@@ -89,7 +89,9 @@ class RequestReader:
         self, message: inference_pb2.GenerateRequest, *, request_id: RequestId, model: ModelFacts, tenant: Tenant
     ) -> Job:
         """Return the job, read on a thread when it is the tenant's turn. Raises RequestError that names the field."""
-        return await self._run(partial(self._read, message, request_id, model), message, tenant)
+        # A mark may take one more rendering.
+        num_chars = message.ByteSize() * (1 + len(message.cache_marks))
+        return await self.run(partial(self._read, message, request_id, model), tenant=tenant, num_chars=num_chars)
 
     async def read_embedding(
         self, message: inference_pb2.EmbedRequest, *, request_id: RequestId, model: ModelFacts, tenant: Tenant

@@ -45,7 +45,7 @@ def cache_writes(marks: Sequence[PromptMark], *, num_cached_tokens: int) -> Iter
 
 
 def cache_pins(marks: Sequence[PromptMark], *, tenant: str, max_bytes: int) -> sequence_pb2.CachePins | None:
-    """Return what a worker is told that keeps the blocks; None: the tenant may pin nothing."""
+    """Return what a worker is told; None: the tenant may pin nothing."""
     if not max_bytes:
         return None
     pins = [sequence_pb2.CachePin(num_tokens=mark.num_tokens, ttl_s=mark.ttl_s) for mark in marks]

@@ -175,15 +175,16 @@ class RunningRequest:
             prefill_booking=prefill_booking,
             quarantined=self.losses.is_quarantined,
             traceparent=traceparent,
-            cache_pins=self._cache_pins() if retention == sequence_pb2.RETENTION_UNSPECIFIED else None,
+            cache_pins=self._cache_pins(is_kept=retention == sequence_pb2.RETENTION_UNSPECIFIED),
             pooling=pooling_to_proto(None if self.job.embedding is None else self.job.embedding.pooling),
             answer_format=self.job.answer_format if sampling.stop else None,
         )
 
-    def _cache_pins(self) -> sequence_pb2.CachePins | None:
+    def _cache_pins(self, *, is_kept: bool) -> sequence_pb2.CachePins | None:
+        """Return the marks for a worker that keeps the blocks; another one only renews the pins that it finds."""
         if self.job.embedding is not None:
             return None
-        return cache_pins(self.job.marks, tenant=self.tenant.name, max_bytes=self.tenant.cache_bytes)
+        return cache_pins(self.job.marks if is_kept else (), tenant=self.tenant.name, max_bytes=self.tenant.cache_bytes)
 
     def note_pinned(self, num_pinned_tokens: int) -> None:
         """Note the leading tokens that a worker has pinned."""
