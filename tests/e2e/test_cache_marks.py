@@ -16,6 +16,7 @@ SYSTEM = "You know the whole library by heart. " * 8
 ASKED = "Which book? " * 4
 HOUR, MINUTES = {"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"}
 REMOTE: dict[str, Any] = {"local_prefill_max_tokens": 0}
+LOCAL: dict[str, Any] = {"policy": "round_robin", "local_prefill_max_tokens": 4096}
 
 
 @asynccontextmanager
@@ -26,14 +27,17 @@ async def serving(router: dict[str, Any] = REMOTE, *, cache_gib: float = 1.0, **
         yield served
 
 
-async def ask(served: System, tenant: str = "a", **fields: Any) -> dict[str, Any]:
+async def post(served: System, path: str, tenant: str, **body: Any) -> dict[str, Any]:
     url = f"http://127.0.0.1:{served.router.http_port}"
-    body = {"max_tokens": 3, "temperature": 0, "messages": [{"role": "user", "content": "Which book?"}], **fields}
     async with httpx2.AsyncClient(base_url=url, timeout=30) as http:
-        response = await http.post("/v1/messages", json=body, headers={"x-api-key": KEYS[tenant]})
+        response = await http.post(path, json=body, headers={"authorization": f"Bearer {KEYS[tenant]}"})
     assert response.status_code == 200, response.text
-    message: dict[str, Any] = response.json()
-    return message
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def ask(served: System, tenant: str = "a", **fields: Any) -> dict[str, Any]:
+    return await post(served, "/v1/messages", tenant, max_tokens=3, temperature=0, **fields)
 
 
 def text(said: str, **more: Any) -> dict[str, Any]:
@@ -74,6 +78,22 @@ async def test_what_a_mark_writes_is_told_once_and_read_afterwards() -> None:
     assert not tenants["a"].num_refused_pin_tokens
 
 
+@pytest.mark.asyncio
+async def test_openais_doors_tell_what_was_read_and_written_under_their_names() -> None:
+    asked: dict[str, Any] = {"temperature": 0, "prompt_cache_options": {"ttl": "1h"}}
+    turns = [{"role": "user", "content": ASKED * 4}]
+    whole = (len("user: " + ASKED * 4 + "\nassistant:") - 1) // BLOCK_SIZE * BLOCK_SIZE
+    async with serving(LOCAL) as served:
+        chats = [await post(served, "/v1/chat/completions", "a", messages=turns, **asked) for _ in range(2)]
+        response = await post(served, "/v1/responses", "a", input=ASKED * 4, max_output_tokens=3, **asked)
+        unmarked = await post(served, "/v1/completions", "a", prompt=ASKED * 9, max_tokens=3)
+    details = [chat["usage"]["prompt_tokens_details"] for chat in chats]
+    read = {"cached_tokens": whole, "cache_write_tokens": 0}
+    assert details == [{"cached_tokens": 0, "cache_write_tokens": whole}, read]
+    assert response["usage"]["input_tokens_details"] == read
+    assert unmarked["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+
+
 PROMPT = [number % 199 + 1 for number in range(200)]
 OTHERS = [[number % 97 + 100, *range(1, 160)] for number in range(12)]
 
@@ -95,7 +115,7 @@ def held(generation: Generation) -> int:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("router", [REMOTE, {"local_prefill_max_tokens": 4096}], ids=["remote", "local"])
+@pytest.mark.parametrize("router", [REMOTE, LOCAL], ids=["remote", "local"])
 async def test_pinned_prefix_is_still_there_when_others_have_filled_the_pages(router: dict[str, Any]) -> None:
     async with serving(router, num_blocks=128) as served:
         kept, lost = PROMPT, [7, *PROMPT]
