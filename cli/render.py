@@ -217,12 +217,12 @@ def _router_lines(router: RouterStatus, *, address: str, waiting: str) -> list[R
             f" {each.num_prompt_tokens} computed, {each.num_cached_tokens} cached, {each.num_output_tokens} answered\n"
             f"  router {each.router_s:.1f} s, compiling {each.compile_s:.1f} s"
         )
-        if each.num_pinned_tokens or each.num_refused_pin_tokens:
-            lines += f" · {each.num_pinned_tokens} tokens pinned now, pins of {each.num_refused_pin_tokens} refused"
         if each.num_set_back:
             lines += f" · {each.num_set_back} answers set back for other tenants"
         if each.num_arriving_bytes or each.num_unsent_entries:
             lines += f" · waiting: {each.num_arriving_bytes} bytes to be read, {each.num_unsent_entries} to be sent"
+        if each.num_pinned_tokens or each.num_refused_pin_tokens:
+            lines += f"\n  {each.num_pinned_tokens} tokens pinned now, pins of {each.num_refused_pin_tokens} refused"
     return [lines, *(Text(f"ALARM {text}", style="bold red") for text in router.alarms)]
 
 

@@ -137,7 +137,6 @@ class WorkerLoad:
     """The most blocks that its tiers hold; 0: it has none."""
     tier_alarms: tuple[str, ...] = ()
     """What is wrong with its tiers now, and what to do."""
-    tenant_pins: tuple[TenantPins, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
