@@ -1,7 +1,7 @@
 """Pins of cached pages beside a plain account of them: who has pinned what until when, and what goes before them."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,8 +9,12 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from common.ids import BlockHash, BlockId, HashRoot
 from engine.cache_marks import CacheMark, CacheMarks
+from engine.core import EngineCore
+from engine.events import Started, Tokens
 from engine.pages.block_pool import KEEP_ALL, BlockPool
 from engine.pages.cache_pins import MAX_PINNED_SHARE, CachePins
+from engine.request import EngineRequest
+from tests.builders import Collector, make_core, make_request
 from tests.clock import ManualClock
 from tests.engine.test_block_pool import BLOCK_SIZE, NUM_BLOCKS, OTHER, ROOT, PoolMachine, _published
 
@@ -143,3 +147,43 @@ def test_pins_that_are_renewed_for_a_day_take_no_more_memory() -> None:
         pool.release(table)
     size = len(pickle.dumps(pool.pins))
     assert size < 4096, f"500 pins in turn are kept in {size} bytes"
+
+
+def serve(core: EngineCore, request: EngineRequest) -> Collector:
+    """Let a core answer a request, and return what it told."""
+    sink = Collector()
+    core.add(request, sink)
+    while core.has_work:
+        for _group, event in core.step():
+            sink(event)
+    return sink
+
+
+def test_request_that_needs_most_pages_is_served_at_once_beside_pins() -> None:
+    core = make_core(num_blocks=12)
+    marks = CacheMarks(tenant="a", max_blocks=99, marks=(CacheMark(num_blocks=5, ttl_s=3600.0),))
+    pinned = replace(make_request(range(1, 23)), cache_marks=marks)
+    told = serve(core, pinned)
+    assert sum(event.num_pinned_tokens for event in told.events if isinstance(event, Tokens)) == 5 * 4
+    large = make_request(range(50, 90), max_tokens=4, ignore_eos=True)
+    assert len(serve(core, large).token_ids()) == 4
+    load = core.load()
+    assert (load.num_preemptions, load.num_evicted_pins, dict(load.tenant_pins)) == (0, 4, {"a": 1})
+    again = serve(core, pinned)
+    assert next(event for event in again.events if isinstance(event, Started)).num_cached_tokens == 4
+
+
+def test_every_use_by_its_tenant_renews_a_pin_and_none_by_another_does() -> None:
+    clock = ManualClock()
+    core = make_core(num_blocks=32, clock=clock)
+    marks = CacheMarks(tenant="a", max_blocks=99, marks=(CacheMark(num_blocks=5, ttl_s=60.0),))
+    request = make_request(range(1, 23), max_tokens=2)
+    serve(core, replace(request, cache_marks=marks))
+    clock.advance(50.0)
+    serve(core, replace(request, cache_marks=replace(marks, marks=())))
+    clock.advance(50.0)
+    serve(core, replace(request, cache_marks=replace(marks, tenant="b", marks=())))
+    assert core.load().tenant_pins == {"a": 5}
+    clock.advance(11.0)
+    serve(core, make_request([9, 9, 9], max_tokens=1))
+    assert core.load().tenant_pins == {}
