@@ -33,6 +33,8 @@ from engine.executor import Executor
 from engine.published import PublishedBlock
 from tests.builders import make_request
 from worker.factory import limits_for, load_executor_for
+from worker.read_gate import ReadGate
+from worker.timing import WorkerTiming
 from worker.worker_tiers import WorkerTiers, open_tiers
 
 _TURN_S = 5.0
@@ -102,6 +104,8 @@ def _writing(config: TiersConfig, executor: Executor, lives: "array[int]") -> It
     limits = limits_for(parse_config({}, source="benchmark").pools.decode)
     load = replace(EngineCore(executor, limits, SystemClock()).load(), num_running=1)
 
+    timing = WorkerTiming(max_step_tokens=1, clock=SystemClock())
+
     async def begin() -> WorkerTiers:
         tiers = WorkerTiers(
             opened,
@@ -109,7 +113,7 @@ def _writing(config: TiersConfig, executor: Executor, lives: "array[int]") -> It
             lives=lives,
             clock=SystemClock(),
             on_changes=lambda _events: None,
-            on_read=lambda _bytes, _seconds: None,
+            gate=ReadGate(lambda: timing, backlog_s=lambda: 0.0, token_bytes=1.0, clock=SystemClock()),
         )
         tiers.start()
         return tiers

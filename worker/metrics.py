@@ -101,6 +101,7 @@ class RuntimeCollector(Collector):
         )
         for outcome in PullOutcome:
             reads.add_metric([*labels, outcome.value], self._runtime.prefixes.tier_outcomes[outcome])
+        reads.add_metric([*labels, "skipped"], tiers.num_skipped)
         yield reads
         served = CounterMetricFamily(
             "kvrelay_tier_served_blocks", "Blocks read from tiers for other workers", labels=["worker", "role"]

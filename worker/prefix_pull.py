@@ -238,7 +238,7 @@ class PrefixPuller:
         self, hashes: BlockHashes, root: HashRoot, reserve: Reserve, on_blocks: Callable[[BlockHashes], None]
     ) -> PullOutcome:
         """Read what tiers have of a prompt that has not come; `on_blocks` is called with blocks that are there."""
-        num_held = 0 if self._tiers is None else self._tiers.num_worth_reading(hashes)
+        num_held = 0 if self._tiers is None else self._tiers.num_readable(hashes)
         if not num_held:
             return PullOutcome.PRESENT
         fetch = partial(self._read, on_blocks=on_blocks)

@@ -43,6 +43,7 @@ from worker.peers import PeerChannels
 from worker.prefill_gate import PrefillGate, Quarantine
 from worker.prefix_pull import PrefixPuller
 from worker.read_ahead import ReadAhead
+from worker.read_gate import ReadGate
 from worker.recent_steps import RecentSteps
 from worker.request import engine_request
 from worker.timing import WorkerTiming
@@ -157,7 +158,16 @@ class WorkerRuntime:
             lives=lives,
             clock=self.clock,
             on_changes=self._on_tier_changes,
-            on_read=self.timing.observe_tier_read,
+            gate=self._read_gate(),
+        )
+
+    def _read_gate(self) -> ReadGate:
+        shape = self.executor.kv.shape
+        return ReadGate(
+            lambda: self.timing,
+            backlog_s=self.backlog_s,
+            token_bytes=shape.block_bytes / shape.block_size,
+            clock=self.clock,
         )
 
     @cached_property

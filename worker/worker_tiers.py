@@ -40,6 +40,7 @@ from kv_transfer.offloaded import OffloadedBlocks, OffloadedPiece
 from kv_transfer.transports.transport import to_end
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from worker.held_blocks import HeldBlocks
+from worker.read_gate import ReadGate
 from worker.tier_reads import TierReads, piece_blocks
 from worker.tier_serving import TierServing
 
@@ -87,11 +88,11 @@ class WorkerTiers:
         lives: "array[int]",
         clock: Clock,
         on_changes: Callable[[KvEvents], None],
-        on_read: Callable[[int, float], None],
+        gate: ReadGate,
     ) -> None:
-        """`lives`: see `Engine.report_published`. `on_read(bytes, seconds)` is called for each piece that was read."""
+        """`lives`: see `Engine.report_published`."""
         self.tiers = tiers
-        self.serving = TierServing(tiers, store.shape, clock, on_read)
+        self.serving = TierServing(tiers, store.shape, clock, gate.note_read)
         """Reads for other workers."""
         self.num_missed = 0
         """Blocks that could not be copied, since they had left their pages or the tiers failed."""
@@ -99,8 +100,10 @@ class WorkerTiers:
         self._lives = lives
         self._clock = clock
         self._on_changes = on_changes
-        self._on_read = on_read
-        self._reads = TierReads(tiers, store, clock, on_read)
+        self._gate = gate
+        self.num_skipped = 0
+        """Reads that were not made, since computing was predicted to be sooner."""
+        self._reads = TierReads(tiers, store, clock, gate.note_read)
         self._stride = piece_blocks(store.shape)
         self.alarms = tiers.stats().alarms
         """What was wrong with the tiers at their last use, and what to do. Any thread."""
@@ -288,14 +291,27 @@ class WorkerTiers:
     # ── back ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def num_worth_reading(self, hashes: BlockHashes) -> int:
+        """Return `num_readable` for a request that waits for the read; 0, too, where computing is sooner."""
+        num_blocks, num_in_pages = self.num_readable(hashes), self._num_in_pages(hashes.digests())
+        size = self._store.shape.block_size
+        if num_blocks and not self._gate.lets((num_blocks - num_in_pages) * size, num_in_pages * size):
+            self.num_skipped += 1
+            return 0
+        return num_blocks
+
+    def num_readable(self, hashes: BlockHashes) -> int:
         """Return how many leading blocks of a prompt are in pages once the tiers are read; 0: no more than now."""
         self._note_use(hashes)
         if self._reads.is_stuck:
             return 0
-        digests, in_pages = hashes.digests(), self._held.in_pages
-        num_in_pages = bisect_left(digests, 1, key=lambda block_hash: block_hash not in in_pages)
+        digests = hashes.digests()
+        num_in_pages = self._num_in_pages(digests)
         num_blocks = self._end_in_tiers(digests, num_in_pages)
         return num_blocks if num_blocks > num_in_pages else 0
+
+    def _num_in_pages(self, digests: Sequence[BlockHash]) -> int:
+        in_pages = self._held.in_pages
+        return bisect_left(digests, 1, key=lambda block_hash: block_hash not in in_pages)
 
     def _end_in_tiers(self, digests: Sequence[BlockHash], first_block: int) -> int:
         """Return the index of the first of these blocks from one on that is not in tiers."""

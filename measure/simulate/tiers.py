@@ -22,6 +22,7 @@ from kv_tiers.tiers import Tiers, TierStats
 from kv_transfer.offloaded import OffloadedBlocks, OffloadedPiece
 from kv_transfer.transports.transport import sealed
 from measure.simulate.records import TierShape
+from worker.read_gate import ReadGate
 from worker.tier_reads import piece_blocks
 from worker.tier_serving import NUM_BUFFERS, Buffers
 from worker.worker_tiers import WorkerTiers
@@ -87,12 +88,10 @@ def _counts(shape: TierShape, num_blocks: int) -> TierCounts:
 class SimWorkerTiers(WorkerTiers):
     """Writes at once, and reads in the time of the bytes. Event loop only."""
 
-    def __init__(
-        self, tiers: SimTierBlocks, *, clock: Clock, on_read: Callable[[int, float], None], **options: Any
-    ) -> None:
+    def __init__(self, tiers: SimTierBlocks, *, clock: Clock, gate: ReadGate, **options: Any) -> None:
         """`options`: further ones of `WorkerTiers`."""
-        super().__init__(cast("Tiers", tiers), clock=clock, on_read=on_read, **options)
-        self._on_read = on_read
+        super().__init__(cast("Tiers", tiers), clock=clock, gate=gate, **options)
+        self._on_read = gate.note_read
         self._blocks = tiers
         self._now_s: Callable[[], float] = clock.monotonic
         self._free_at_s = 0.0
@@ -116,10 +115,10 @@ class SimWorkerTiers(WorkerTiers):
         """See `WorkerTiers`."""
         return self._held.snapshot(of_pages)
 
-    def num_worth_reading(self, hashes: BlockHashes) -> int:
+    def num_readable(self, hashes: BlockHashes) -> int:
         """See `WorkerTiers`."""
         self._blocks.touch(hashes.digests())
-        return super().num_worth_reading(hashes)
+        return super().num_readable(hashes)
 
     @property
     def staging(self) -> None:

@@ -92,7 +92,7 @@ class _SimRuntime(WorkerRuntime):
             lives=lives,
             clock=self.clock,
             on_changes=self.hub.publish,
-            on_read=lambda num_bytes, seconds: self.timing.observe_tier_read(num_bytes, seconds),
+            gate=self._read_gate(),
         )
 
 
