@@ -101,6 +101,8 @@ class Clairvoyant:
         self._capacity = capacity
         self._next_uses = next_uses
         self._next: dict[int, int] = {}
+        self._last: list[tuple[int, int, int]] = []
+        """What is asked for last first, leaves before parents; also what was true of blocks before."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._next
@@ -108,13 +110,13 @@ class Clairvoyant:
     def use(self, prompt: Prompt, num_hits: int, now: int) -> None:
         """See `Cache`."""
         coming = self._next_uses[now]
-        for block in prompt:
-            self._next[block] = coming.get(block, NEVER)
-        if len(self._next) > self._capacity:
-            wanted = [block for block, when in self._next.items() if when < NEVER]
-            if len(wanted) > self._capacity:
-                wanted = heapq.nsmallest(self._capacity, wanted, key=self._next.__getitem__)
-            self._next = {block: self._next[block] for block in wanted}
+        for i, block in enumerate(prompt):
+            self._next[block] = when = coming.get(block, NEVER)
+            heapq.heappush(self._last, (-when, -i, block))
+        while len(self._next) > self._capacity:
+            when, _depth, block = heapq.heappop(self._last)
+            if self._next.get(block) == -when:
+                del self._next[block]
 
 
 def next_uses(prompts: Sequence[Prompt]) -> list[dict[int, int]]:
