@@ -57,34 +57,27 @@ class PrefillCapacity:
         """Share of requests that an idle worker of the present pool serves in time."""
         return len(self._load(self.tiers.num_workers).slacks_s) / len(self._shapes)
 
-    @property
-    def saved_by_tiers(self) -> "TierSaving":
-        """What reads from tiers save now."""
-        return self._saving(lambda shape: shape.num_read_tokens, num_cached=lambda _shape: 0)
+    def tier_savings(self) -> tuple["TierSaving", "TierSaving"]:
+        """Return what reads from tiers spare a request now, and what tiers without an end would spare besides."""
+        return (
+            self._saving(lambda shape: (shape.num_computed_tokens, shape.num_read_tokens)),
+            self._saving(
+                lambda shape: (shape.num_computed_tokens - shape.num_evicted_tokens, shape.num_evicted_tokens)
+            ),
+        )
 
-    @property
-    def saved_by_endless_tiers(self) -> "TierSaving":
-        """What tiers would save that keep all that was evicted, besides what they save now."""
-        return self._saving(lambda shape: shape.num_evicted_tokens, num_cached=lambda shape: shape.num_evicted_tokens)
-
-    def _saving(
-        self, num_tokens: Callable[[RequestShape], int], *, num_cached: Callable[[RequestShape], int]
-    ) -> "TierSaving":
-        """Compare requests with and without some tokens computed; `num_cached` of these are computed now."""
-        num_saved, prefill_s, read_s = 0, 0.0, 0.0
+    def _saving(self, split: Callable[[RequestShape], tuple[int, int]]) -> "TierSaving":
+        """`split` returns the prompt tokens that are computed in any case, and those that tiers spare."""
+        num_tokens, prefill_s, read_s = 0, 0.0, 0.0
         for shape in self._shapes:
-            if not (num := num_tokens(shape)):
-                continue
-            without = shape.num_computed_tokens - num_cached(shape)
-            both = (replace(shape, num_computed_tokens=without + more) for more in (0, num))
-            least_s, most_s = (_shared_prefill_s(self._timing, each) for each in both)
-            num_saved, prefill_s, read_s = (
-                num_saved + num,
-                prefill_s + most_s - least_s,
-                read_s + self.tiers.read_s(num),
-            )
+            num_computed, num_spared = split(shape)
+            if num_spared:
+                least, most = (replace(shape, num_computed_tokens=num_computed + more) for more in (0, num_spared))
+                num_tokens += num_spared
+                prefill_s += _shared_prefill_s(self._timing, most) - _shared_prefill_s(self._timing, least)
+                read_s += self.tiers.read_s(num_spared)
         count = len(self._shapes)
-        return TierSaving(num_tokens=num_saved / count, prefill_s=prefill_s / count, read_s=read_s / count)
+        return TierSaving(num_tokens=num_tokens / count, prefill_s=prefill_s / count, read_s=read_s / count)
 
     def _load(self, num_workers: int) -> "_Load":
         room = self.tiers.room(num_workers)

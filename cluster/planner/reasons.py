@@ -51,7 +51,8 @@ def explain(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -
         largest = settings.limits(pool).largest
         if not capacity.holds(largest, numbers.rates[pool]):
             parts.append(f"{pool} would need more than the {largest} workers that are allowed")
-    parts += _tiers(prefill)
+    tier_parts, tier_terms = _tiers(prefill)
+    parts += tier_parts
     parts.append(_change(wanted, numbers, settings))
     terms = (
         ("requests_per_s", trend.rate),
@@ -60,7 +61,7 @@ def explain(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -
         ("prefill_s_per_request", prefill.mean_work_s),
         ("prefill_utilization", busy),
         ("prefill_attainment", prefill.attainment(present.prefill, trend.rate)),
-        *_tier_terms(prefill),
+        *tier_terms,
         *_needs(numbers, Pool.PREFILL),
         ("decode_sequences", decode.num_sequences(present.decode, trend.rate)),
         ("decode_tpot_s", tpot_s),
@@ -71,33 +72,25 @@ def explain(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -
     return ScalingPlan(sizes=wanted, reason="; ".join(parts), terms=terms)
 
 
-def _tiers(prefill: PrefillCapacity) -> list[str]:
-    """Return what tiers save, and what larger ones would; nothing without cached prompts that leave the pages."""
-    tiers, now, endless = prefill.tiers, prefill.saved_by_tiers, prefill.saved_by_endless_tiers
+def _tiers(prefill: PrefillCapacity) -> tuple[list[str], list[tuple[str, float]]]:
+    """Return what tiers spare, and what larger ones would, as sentences and numbers."""
+    tiers = prefill.tiers
     if not tiers.token_bytes:
-        return []
-    parts = []
+        return [], []
+    now, endless = prefill.tier_savings()
+    parts, terms = list[str](), list[tuple[str, float]]()
+    if tiers.max_blocks:
+        terms += [("tier_fill", tiers.num_blocks / tiers.max_blocks)]
     if now.num_tokens:
         parts.append(f"tiers spare a request {now.prefill_s:.3g} s of prefill for {now.read_s:.3g} s of reading")
+        terms += [("tier_spared_prefill_s", now.prefill_s), ("tier_read_s", now.read_s)]
     if endless.num_tokens:
         which = "larger tiers" if tiers.max_blocks else "tiers (tiers.disk_gib, tiers.host_gib)"
         spared = f"{endless.prefill_s:.3g} s of prefill for {endless.read_s:.3g} s of reading"
         guess = "" if tiers.is_measured else ", at a guessed 1 GB/s: kvrelay doctor measures the disk"
         parts.append(f"{which} would spare up to {spared}, since what was cached is computed again{guess}")
-    return parts
-
-
-def _tier_terms(prefill: PrefillCapacity) -> tuple[tuple[str, float], ...]:
-    tiers, now, endless = prefill.tiers, prefill.saved_by_tiers, prefill.saved_by_endless_tiers
-    if not tiers.token_bytes or not (tiers.max_blocks or endless.num_tokens):
-        return ()
-    return (
-        ("tier_fill", tiers.num_blocks / max(1, tiers.max_blocks)),
-        ("tier_spared_prefill_s", now.prefill_s),
-        ("tier_read_s", now.read_s),
-        ("endless_tier_spared_prefill_s", endless.prefill_s),
-        ("endless_tier_read_s", endless.read_s),
-    )
+        terms += [("endless_tier_spared_prefill_s", endless.prefill_s), ("endless_tier_read_s", endless.read_s)]
+    return parts, terms
 
 
 def _needs(numbers: Numbers, pool: Pool) -> tuple[tuple[str, float], ...]:
