@@ -56,6 +56,8 @@ class DecisionRecord:
     """Leading blocks that the worker which computes held, of use to the request or not, as it had reported."""
     num_evicted_blocks: int = 0
     """Blocks behind the longest cached prefix that caches held before and have evicted."""
+    num_read_ahead_blocks: int = 0
+    """Blocks that a worker of the plan has read from its tiers while the request waited."""
     num_cached_tokens: int | None = None
     """Tokens found in the cache, pulled ones included."""
     ttft_s: float | None = None

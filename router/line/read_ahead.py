@@ -131,6 +131,9 @@ class LineReadAhead:
             plan, worker_id = booking.plan, candidate.blocks.worker_id
             is_used = worker_id == plan.computes or (plan.pull is not None and worker_id == plan.pull.source)
             outcome = ReadAheadOutcome.USED if is_used else ReadAheadOutcome.ELSEWHERE
+            if is_used and candidate.reading is not None and not candidate.has_failed:
+                num_left = sum(plan.tier_reads.values())
+                booking.decision.num_read_ahead_blocks = max(0, candidate.blocks.num_offloaded - num_left)
         self._close(candidate, outcome)
 
     def _displace(self, reader: _Reader, newcomer: Wait) -> None:

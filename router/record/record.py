@@ -91,7 +91,7 @@ class RunningRequest:
     num_evicted_tokens: int = 0
     """Prompt tokens that caches had held and had evicted when the request was first planned."""
     num_read_tokens: int = 0
-    """Prompt tokens that its first plan reads from tiers."""
+    """Prompt tokens that its first plan reads from tiers, or that were read from there while it waited."""
     waits: Waits = NO_WAITS
     """Waits in line before its prefill."""
     num_pulled_tokens: int = 0

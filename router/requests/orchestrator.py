@@ -236,7 +236,8 @@ class Orchestrator:
                 if group.num_attempts == 1:
                     block_size = group.record.job.model.block_size
                     group.record.num_evicted_tokens = booking.decision.num_evicted_blocks * block_size
-                    group.record.num_read_tokens = sum(booking.plan.tier_reads.values()) * block_size
+                    num_read_blocks = sum(booking.plan.tier_reads.values()) + booking.decision.num_read_ahead_blocks
+                    group.record.num_read_tokens = num_read_blocks * block_size
                 if group.record.life.first(State.PREFILLING) is None:
                     group.record.waits += booking.decision.waits
                 kind = GenerationAttempt if group.record.job.embedding is None else EmbeddingAttempt

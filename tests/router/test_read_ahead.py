@@ -110,6 +110,7 @@ async def test_read_goes_on_when_its_request_has_a_plan_there() -> None:
     assert line.served == {"b0"}
     assert reads.running == ["b0"]
     assert count(line, ReadAheadOutcome.USED) == 1
+    assert line.waiting["b0"].result().decision.num_read_ahead_blocks == 1
 
 
 async def test_read_for_a_request_that_is_computed_elsewhere_ends() -> None:
@@ -121,6 +122,7 @@ async def test_read_for_a_request_that_is_computed_elsewhere_ends() -> None:
     await line.end("a0")
     assert reads.running == []
     assert count(line, ReadAheadOutcome.ELSEWHERE) == 1
+    assert line.waiting["b0"].result().decision.num_read_ahead_blocks == 0
 
 
 async def test_tenant_with_many_waiting_requests_gets_its_part_of_the_reads() -> None:
