@@ -139,8 +139,8 @@ class PrefixPuller:
         self._load = engine.core.load()
         self._freed = asyncio.Event()
         """Set when there may be room for a pull that there was none for."""
-        self.on_prompt: Callable[[BlockHashes], None] = lambda _hashes: None
-        """Called with the blocks of each prompt that comes."""
+        self.on_use: Callable[[BlockHashes], None] = lambda _hashes: None
+        """Called with blocks of a request that has waited for another's pull."""
         self._roots: Counter[HashRoot] = Counter()
         """Roots of running pulls."""
         self._running: dict[BlockHash, asyncio.Event] = {}
@@ -186,7 +186,6 @@ class PrefixPuller:
         num_usable = num_usable_blocks(len(request.prompt_token_ids) + len(request.output_token_ids), self._block_size)
         hashes, root = request.block_hashes[:num_usable], request.hash_root
         arrival.is_kept = request.retention is Retention.KEEP
-        self.on_prompt(hashes)
         extra = {"request_id": request.request_id}
         if self._tiers is not None and (num_held := self._tiers.num_worth_reading(hashes)):
             stages.enter("tier")
@@ -241,8 +240,8 @@ class PrefixPuller:
         num_held = 0 if self._tiers is None else self._tiers.num_readable(hashes)
         if not num_held:
             return PullOutcome.PRESENT
-        fetch = partial(self._read, on_blocks=on_blocks)
         with self.arrival(reserve) as arrival:
+            fetch = partial(self._read, on_blocks=on_blocks)
             return await self._land_and_fetch(arrival, hashes[:num_held], root, fetch, None)
 
     async def _land_and_fetch(
@@ -265,6 +264,7 @@ class PrefixPuller:
             if other is not None:
                 self._release(landing)
                 await other.wait()
+                self.on_use(hashes)
                 continue
             if refused is not None:
                 if limit is None:
@@ -303,20 +303,19 @@ class PrefixPuller:
     def _release(self, landing: Landing) -> None:
         self._engine.post(lambda core: core.landings.release(landing))
 
-    async def _read(
-        self, landing: Landing, on_blocks: Callable[[BlockHashes], None] = lambda _hashes: None
-    ) -> PullOutcome:
+    async def _read(self, landing: Landing, on_blocks: Callable[[BlockHashes], None] | None = None) -> PullOutcome:
         assert self._tiers is not None, "there are no tiers"
 
         ended = self._running[landing.hashes[landing.num_cached_blocks]]
-
         num_here = landing.num_cached_blocks
 
         def commit(num_blocks: int) -> None:
             nonlocal num_here
-            on_blocks(landing.hashes[num_here:num_blocks])
-            num_here = num_blocks
             self._engine.post(lambda core: core.landings.commit(landing, num_blocks))
+            if on_blocks is not None:
+                on_blocks(landing.hashes[num_here:num_blocks])
+                num_here = num_blocks
+                self._engine.post(lambda core: core.landings.mark_reused(landing, num_blocks))
             if num_blocks < len(landing.hashes):  # who comes now misses this one first
                 self._running.setdefault(landing.hashes[num_blocks], ended)
 

@@ -34,7 +34,7 @@ class AheadBlocks:
 
     def __init__(self, num_pages: int, clock: Clock) -> None:
         self.num_used = 0
-        """Blocks that a prompt which was computed here, or pulled from here, had."""
+        """Blocks of requests that came."""
         self.num_wasted = 0
         """Blocks that left their page before, or that no prompt has used in time."""
         self._most = int(_MAX_SHARE * num_pages)
@@ -86,7 +86,7 @@ class ReadAhead:
         self.blocks = AheadBlocks(num_pages, clock)
         self._prefixes = prefixes
         self._one_at_a_time = asyncio.Lock()
-        prefixes.on_prompt = self.blocks.use
+        prefixes.on_use = self.blocks.use
 
     async def read(self, hashes: BlockHashes, root: HashRoot, *, time_limit_s: float) -> int:
         """Read what tiers have of a prompt behind its cached blocks; returns how many came. A failure is an outcome."""

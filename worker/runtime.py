@@ -180,7 +180,9 @@ class WorkerRuntime:
         grammar = None
         if structure := spec.sampling.structured_outputs:
             grammar = await self.grammars.compile(structure, spec.output_tokens, root=HashRoot(spec.hash_root))
-        return engine_request(spec, self.executor, grammar)
+        request = engine_request(spec, self.executor, grammar)
+        self.read_ahead.blocks.use(request.block_hashes)
+        return request
 
     @property
     def pool_config(self) -> PoolConfig:

@@ -3,7 +3,8 @@
 A page is *held* (reference count > 0) or *free*. A free page may still be *cached*: its KV is reachable by block hash
 until the page is allocated again. Allocation takes empty pages first, then cached ones in the order of
 `common/eviction.py`, and pages that a tenant has pinned last (`cache_pins.py`). A page is *reused* when a request found
-it here, or computed the same block in parallel. Pulling a block, from here or to here, does not count as reuse.
+it here, computed the same block in parallel, or waits for it in a router's line. Pulling a block, from here or to here,
+does not count as reuse.
 
 Leaf before parent: the cached blocks always form prefix trees without holes, because
 
