@@ -6,9 +6,10 @@ in pages, and reads them sooner than it computes them. For `MAX_OPEN` candidates
 blocks read (`ReadAhead`, worker/read_ahead.py). A read stays *open* until its request leaves the line, so that what is
 read ahead is what comes next, and the next candidate follows.
 
-Candidates of one worker go in fair order between tenants (fair_queue.py), by blocks, and within a tenant as in line.
-A tenant whose candidate finds no place gets one of a tenant that has more than its part. Blocks that are read for a
-request which leaves without a plan are charged to its tenant's share like time of the router.
+A worker reads only while it has pages for the whole prompts that are open: others would soon take those it filled.
+The tenant with the fewest open reads for its weight goes next (fair_queue.py), within a tenant the first in line. One
+whose candidate finds no place gets that of a tenant which has more than its part. A read whose request leaves without a
+plan is charged to its tenant's share like time of the router.
 
 A read that fails changes nothing: the request reads, pulls or computes its blocks when its turn comes.
 """
@@ -107,8 +108,10 @@ class LineReadAhead:
         """Take note of a request that begins to wait."""
         awaited = None if wait.retry is None else wait.retry.awaited
         awaited_id = None if awaited is None else awaited.worker_id
+        if wait.has_read_ahead or not wait.root:
+            return
         blocks = find_offloaded(self._index, self._members, wait.request, awaited=awaited_id)
-        if blocks is None or not wait.root:
+        if blocks is None:
             return
         candidate = self._candidates[wait] = _Candidate(rank=wait.rank, wait=wait, blocks=blocks)
         reader = self._readers.setdefault(blocks.worker_id, _Reader())
@@ -154,14 +157,25 @@ class LineReadAhead:
             candidate = next(reader.waiting.round(now_s=now_s, skipping=(), share=reader.num_open.__getitem__), None)
             if candidate is None:
                 break
+            if not self._has_pages(candidate, reader):
+                del self._candidates[candidate.wait]
+                continue
             reader.waiting.charge(candidate.wait.tenant, candidate.blocks.num_offloaded)
-            reader.open[candidate] = None
+            reader.open[candidate], candidate.wait.has_read_ahead = None, True
             reader.num_open[candidate.wait.tenant] += 1
             reading = candidate.reading = asyncio.get_running_loop().create_task(self._read(candidate))
             self._tasks.add(reading)
             reading.add_done_callback(self._tasks.discard)
         if not reader.open and not len(reader.waiting):
             self._readers.pop(worker_id, None)
+
+    def _has_pages(self, candidate: _Candidate, reader: _Reader) -> bool:
+        """Whether its worker has pages for the open prompts and this one: otherwise others take them first."""
+        member = self._members.get(candidate.blocks.worker_id)
+        if member is None or member.facts is None:
+            return False
+        num_wanted = sum(each.wait.request.num_prefill_blocks for each in (*reader.open, candidate))
+        return member.load().num_free_blocks >= num_wanted
 
     async def _read(self, candidate: _Candidate) -> None:
         wait, worker_id = candidate.wait, candidate.blocks.worker_id

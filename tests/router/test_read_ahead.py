@@ -10,6 +10,7 @@ from common.block_hash import BlockHashes
 from common.errors import WorkerLost
 from common.ids import BlockHash, Epoch, HashRoot, RequestId, WorkerId
 from common.kv_events import KvEvents
+from kvrelay.v1 import worker_pb2
 from router.choosing.offloaded import OffloadedBlocks, find_offloaded
 from router.fleet.index import PrefixIndex
 from router.fleet.member import Member, WorkerState
@@ -27,12 +28,13 @@ READ_S = 0.0005
 """Time to read a block, in less than computing its one token takes."""
 
 
-def tiered(worker_id: WorkerId, *, block_s: float = 0.002) -> Member:
-    """Return a ready worker that reads a block in so many seconds and computes it in 16 ms."""
+def tiered(worker_id: WorkerId, *, block_s: float = 0.002, num_free: int = 1000) -> Member:
+    """Return a ready worker that reads a block in so many seconds, computes it in 16 ms, and has so many free pages."""
     member = make_member(worker_id=worker_id)
     assert member.facts is not None
     member.facts = replace(member.facts, block_bytes=BLOCK_BYTES)
     member.take_timing(reading(block_s))
+    member.take_report(worker_pb2.LoadReport(num_free_blocks=num_free), now_s=0.0)
     member.state = WorkerState.READY
     return member
 
@@ -40,10 +42,10 @@ def tiered(worker_id: WorkerId, *, block_s: float = 0.002) -> Member:
 class Reads:
     """A worker that reads ahead until it is told to stop: what it was asked, and what of that it still does."""
 
-    def __init__(self, line: Line, worker_id: WorkerId = WORKER) -> None:
+    def __init__(self, line: Line, worker_id: WorkerId = WORKER, *, num_free: int = 1000) -> None:
         self.running: list[str] = []
         self.error: WorkerLost | None = None
-        member = line.readers[worker_id] = tiered(worker_id, block_s=READ_S)
+        member = line.readers[worker_id] = tiered(worker_id, block_s=READ_S, num_free=num_free)
         member.client = cast(Any, self)
         names = [f"{tenant}{number}" for tenant in "ab" for number in range(10)]
         offloaded = BlockHashes.of(map(named, names))
@@ -158,6 +160,14 @@ async def test_failed_read_changes_nothing_for_its_request() -> None:
     await line.end("a0")
     assert line.served == {"b0"}
     assert count(line, ReadAheadOutcome.FAILED) == 1
+
+
+async def test_nothing_is_read_where_the_whole_prompt_has_no_pages() -> None:
+    line = Line(num_pages=8)
+    reads = Reads(line, num_free=20)
+    for number in range(3):
+        await come(line, f"a{number}")
+    assert reads.running == ["a0", "a1"]
 
 
 # Which worker is asked.

@@ -18,6 +18,7 @@ from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape, Elasticity, TierShape
 from measure.simulate.results import count_cached_tokens
 from measure.simulate.tiers import SimTierBlocks
+from router.line.read_ahead import LineReadAhead
 from tests.measure.simulate.builders import MODEL, make_settings, make_shape
 
 FAST = TierShape(num_blocks=10_000, bytes_per_s=1e9)
@@ -140,3 +141,23 @@ def test_planner_sees_what_requests_read_from_tiers_and_how_full_these_are() -> 
     assert 0 < tiers.num_blocks < tiers.max_blocks
     assert tiers.is_measured
     assert tiers.token_bytes == shape.block_bytes / shape.block_size
+
+
+def test_requests_that_wait_in_line_have_their_blocks_read_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = make_shape(0, 1, num_blocks=2048, max_model_len=16_000)
+    shape = replace(shape, tiers=(replace(FAST, bytes_per_s=1e8),))
+    prompts = [array("I", [number + 1] * 8000) for number in range(8)]
+    first = [Arrival(at_s=9.0 * number, prompt=prompt, num_output_tokens=2) for number, prompt in enumerate(prompts)]
+    again = [
+        Arrival(at_s=200.0 + 0.2 * number, prompt=prompt + array("I", [99] * 2000), num_output_tokens=2)
+        for number, prompt in enumerate(prompts)
+    ]
+
+    def sum_of_waits() -> float:
+        requests = run(shape, make_settings(), [*first, *again]).requests[len(prompts) :]
+        assert cached(requests) == sum(map(len, prompts))
+        return sum(each.ttft_s for each in requests if each.ttft_s is not None)
+
+    with_reads_ahead = sum_of_waits()
+    monkeypatch.setattr(LineReadAhead, "enter", lambda _self, _wait: None)
+    assert with_reads_ahead < sum_of_waits()
