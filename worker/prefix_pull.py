@@ -140,7 +140,7 @@ class PrefixPuller:
         self._freed = asyncio.Event()
         """Set when there may be room for a pull that there was none for."""
         self.on_use: Callable[[BlockHashes], None] = lambda _hashes: None
-        """Called with blocks of a request that has waited for another's pull."""
+        """Called with the blocks of a request after the tiers were read for it, by this pull or another one."""
         self._roots: Counter[HashRoot] = Counter()
         """Roots of running pulls."""
         self._running: dict[BlockHash, asyncio.Event] = {}
@@ -192,6 +192,7 @@ class PrefixPuller:
             outcome = await self._try(arrival, hashes[:num_held], root, self._read, self.tier_outcomes)
             logger.info("tiers read", extra=extra | {"outcome": outcome.value})
             stages.note(outcome=outcome.value)
+        self.on_use(hashes)
         if source is not None and (wanted := hashes[: source.num_blocks]):
             stages.enter("pull", source=source.worker_id)
             outcome = await self._try(arrival, wanted, root, partial(self._pull_from, source), self.outcomes)
@@ -264,7 +265,6 @@ class PrefixPuller:
             if other is not None:
                 self._release(landing)
                 await other.wait()
-                self.on_use(hashes)
                 continue
             if refused is not None:
                 if limit is None:

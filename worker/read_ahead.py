@@ -23,6 +23,8 @@ from worker.prefix_pull import PrefixPuller, PullOutcome
 
 _MAX_SHARE = 0.5
 """Most of the pages that unused blocks take."""
+_MAX_BLOCKS = 4096
+"""Most blocks of one read: the engine grants their pages between two steps."""
 _VALUE = MAX_AGE[EvictionClass.COLD]
 """Value of a block that a request is about to use: that of a new one."""
 _UNUSED_S = 60.0
@@ -102,7 +104,7 @@ class ReadAhead:
 
         try:
             async with asyncio.timeout(time_limit_s), self._one_at_a_time:
-                max_blocks = self.blocks.room_of(root)
+                max_blocks = min(_MAX_BLOCKS, self.blocks.room_of(root))
                 outcome = await self._prefixes.read_ahead(hashes, root, reserve, note)
         except TimeoutError:
             outcome = PullOutcome.TIMEOUT

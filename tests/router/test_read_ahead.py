@@ -113,6 +113,10 @@ async def test_read_goes_on_when_its_request_has_a_plan_there() -> None:
     assert reads.running == ["b0"]
     assert count(line, ReadAheadOutcome.USED) == 1
     assert line.waiting["b0"].result().decision.num_read_ahead_blocks == 1
+    line.chooser.is_saturated = True
+    await line.refuse("b0")
+    assert not line.served
+    assert reads.running == ["b0"], "a request that waits again has its blocks read once"
 
 
 async def test_read_for_a_request_that_is_computed_elsewhere_ends() -> None:

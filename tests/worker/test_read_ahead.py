@@ -16,10 +16,10 @@ from tests.builders import make_request
 from tests.clock import ManualClock
 from tests.rpc import answer_of
 from tests.trust import as_router
-from tests.worker.cluster import Pool, core_of, running_pool, until_empty
+from tests.worker.cluster import Pool, core_of, running_pool, until_empty, until_taken_in
 from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt
 from tests.worker.test_tiers import NUM_BLOCKS, fill_pages, held_calls, until_written, workers
-from worker.prefix_pull import PullOutcome
+from worker.prefix_pull import PrefixPuller, PullOutcome
 from worker.read_ahead import AheadBlocks
 from worker.serving import RunningWorker
 
@@ -54,6 +54,12 @@ async def with_offloaded(*requests: EngineRequest) -> AsyncIterator[tuple[Pool, 
         yield pool, worker
 
 
+async def until_pages_are_held(worker: RunningWorker) -> None:
+    async with asyncio.timeout(60):
+        while not (await worker.runtime.engine.call(lambda core: core.load())).num_used_blocks:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 async def num_in_pages(worker: RunningWorker, request: EngineRequest) -> int:
     return await worker.runtime.engine.call(lambda core: len(core_of(core).pool.match_prefix(request.block_hashes)))
 
@@ -74,6 +80,22 @@ async def test_request_finds_the_blocks_that_were_read_before_it_came() -> None:
         assert worker.runtime.read_ahead.outcomes == {PullOutcome.PULLED: 1}
         assert await read_ahead(worker, prompt(1)) == 0
         assert worker.runtime.read_ahead.outcomes[PullOutcome.PRESENT] == 1
+
+
+async def test_request_that_comes_during_the_read_waits_for_it_and_reads_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PrefixPuller, "_longest_s", lambda _self, _landing: 60.0)
+    async with with_offloaded(prompt(1)) as (pool, worker):
+        assert worker.runtime.tiers is not None
+        with held_calls(worker.runtime.tiers.tiers, "get"):
+            reading = asyncio.create_task(read_ahead(worker, prompt(1)))
+            await until_pages_are_held(worker)
+            asking = asyncio.create_task(pool.pair("prefill-0", "decode-0").generate(prompt(1)))
+            await until_taken_in(worker, 2)
+        assert await reading == ALL
+        assert (await asking).num_cached == len(PREFIX) + 4
+        assert uses(worker) == (ALL, 0)
 
 
 async def test_blocks_read_ahead_leave_their_pages_like_others_and_count_as_wasted() -> None:
@@ -107,9 +129,7 @@ async def test_a_cancelled_call_stops_reading_and_holds_nothing() -> None:
         assert tiers is not None
         with held_calls(tiers.tiers, "get"):
             reading = asyncio.create_task(read_ahead(worker, prompt(1)))
-            async with asyncio.timeout(60):
-                while not worker.runtime.engine.core.load().num_used_blocks:  # noqa: ASYNC110 - no event tells it
-                    await asyncio.sleep(0.001)
+            await until_pages_are_held(worker)
             reading.cancel()
             await until_empty(worker)
         assert await num_in_pages(worker, prompt(1)) == 0
