@@ -6,7 +6,8 @@ in pages, and reads them sooner than it computes them. For `MAX_OPEN` candidates
 blocks read (`ReadAhead`, worker/read_ahead.py). A read stays *open* until its request leaves the line, so that what is
 read ahead is what comes next, and the next candidate follows.
 
-A worker reads only while it has pages for the whole prompts that are open: others would soon take those it filled.
+A worker reads only while it has pages for the whole prompts that are open: others would soon take those it filled. The
+next candidate waits until its blocks fit, too.
 The tenant with the fewest open reads for its weight goes next (fair_queue.py), within a tenant the first in line. One
 whose candidate finds no place gets that of a tenant which has more than its part. A read whose request leaves without a
 plan is charged to its tenant's share like time of the router.
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN = 4
 """Most requests that wait here for which one worker reads, or has read."""
+_MAX_SHARE = 0.25
+"""Most of a worker's pages for the blocks of several open reads; it gives a single tenant no more."""
 TIME_LIMIT_S = 10.0
 """Longest read."""
 _ANSWER_S = 1.0
@@ -157,9 +160,9 @@ class LineReadAhead:
             candidate = next(reader.waiting.round(now_s=now_s, skipping=(), share=reader.num_open.__getitem__), None)
             if candidate is None:
                 break
-            if not self._has_pages(candidate, reader):
-                del self._candidates[candidate.wait]
-                continue
+            if not self._fits(candidate, reader):
+                reader.waiting.restore(candidate)
+                break
             reader.waiting.charge(candidate.wait.tenant, candidate.blocks.num_offloaded)
             reader.open[candidate], candidate.wait.has_read_ahead = None, True
             reader.num_open[candidate.wait.tenant] += 1
@@ -169,13 +172,14 @@ class LineReadAhead:
         if not reader.open and not len(reader.waiting):
             self._readers.pop(worker_id, None)
 
-    def _has_pages(self, candidate: _Candidate, reader: _Reader) -> bool:
-        """Whether its worker has pages for the open prompts and this one: otherwise others take them first."""
-        member = self._members.get(candidate.blocks.worker_id)
+    def _fits(self, candidate: _Candidate, reader: _Reader) -> bool:
+        """Whether its worker has pages for the open prompts and this one, and takes its blocks beside theirs."""
+        member, both = self._members.get(candidate.blocks.worker_id), (*reader.open, candidate)
         if member is None or member.facts is None:
             return False
-        num_wanted = sum(each.wait.request.num_prefill_blocks for each in (*reader.open, candidate))
-        return member.load().num_free_blocks >= num_wanted
+        num_blocks = sum(each.blocks.num_offloaded for each in both)
+        has_room = not reader.open or num_blocks <= _MAX_SHARE * member.facts.num_blocks
+        return has_room and member.load().num_free_blocks >= sum(each.wait.request.num_prefill_blocks for each in both)
 
     async def _read(self, candidate: _Candidate) -> None:
         wait, worker_id = candidate.wait, candidate.blocks.worker_id

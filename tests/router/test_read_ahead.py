@@ -28,9 +28,9 @@ READ_S = 0.0005
 """Time to read a block, in less than computing its one token takes."""
 
 
-def tiered(worker_id: WorkerId, *, block_s: float = 0.002, num_free: int = 1000) -> Member:
+def tiered(worker_id: WorkerId, *, block_s: float = 0.002, num_free: int = 1000, num_blocks: int = 1000) -> Member:
     """Return a ready worker that reads a block in so many seconds, computes it in 16 ms, and has so many free pages."""
-    member = make_member(worker_id=worker_id)
+    member = make_member(worker_id=worker_id, num_blocks=num_blocks)
     assert member.facts is not None
     member.facts = replace(member.facts, block_bytes=BLOCK_BYTES)
     member.take_timing(reading(block_s))
@@ -42,10 +42,10 @@ def tiered(worker_id: WorkerId, *, block_s: float = 0.002, num_free: int = 1000)
 class Reads:
     """A worker that reads ahead until it is told to stop: what it was asked, and what of that it still does."""
 
-    def __init__(self, line: Line, worker_id: WorkerId = WORKER, *, num_free: int = 1000) -> None:
+    def __init__(self, line: Line, worker_id: WorkerId = WORKER, **pages: int) -> None:
         self.running: list[str] = []
         self.error: WorkerLost | None = None
-        member = line.readers[worker_id] = tiered(worker_id, block_s=READ_S, num_free=num_free)
+        member = line.readers[worker_id] = tiered(worker_id, block_s=READ_S, **pages)
         member.client = cast(Any, self)
         names = [f"{tenant}{number}" for tenant in "ab" for number in range(10)]
         offloaded = BlockHashes.of(map(named, names))
@@ -169,6 +169,16 @@ async def test_failed_read_changes_nothing_for_its_request() -> None:
 async def test_nothing_is_read_where_the_whole_prompt_has_no_pages() -> None:
     line = Line(num_pages=8)
     reads = Reads(line, num_free=20)
+    for number in range(3):
+        await come(line, f"a{number}")
+    assert reads.running == ["a0", "a1"]
+    await line.leave("a0")
+    assert reads.running == ["a1", "a2"]
+
+
+async def test_open_reads_fill_a_quarter_of_the_pages_at_most() -> None:
+    line = Line(num_pages=8)
+    reads = Reads(line, num_blocks=8)
     for number in range(3):
         await come(line, f"a{number}")
     assert reads.running == ["a0", "a1"]
