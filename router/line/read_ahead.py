@@ -3,8 +3,8 @@
 A request that begins to wait is a *candidate* of the worker that will most probably compute it, or be pulled from: the
 one that it waits for, or else the one that holds most of it; if that has blocks in tiers only which no other worker has
 in pages, and reads them sooner than it computes them. For `MAX_OPEN` candidates of each worker the router has its
-blocks read (`ReadAhead`, worker/read_ahead.py). A read stays *open* until its request leaves the line, so that what is
-read ahead is what comes next, and the next candidate follows.
+blocks read (`ReadAhead`, worker/read_ahead.py). A read stays *open* until it has ended and its request has left the
+line, so that what is read ahead is what comes next, and the next candidate follows.
 
 A worker reads only while it has pages for the whole prompts that are open: others would soon take those it filled. The
 next candidate waits until its blocks fit, too.
@@ -21,6 +21,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.clock import Clock
 from common.errors import KvrelayError
@@ -71,6 +72,8 @@ class _Candidate(Place):
     reading: "asyncio.Task[None] | None" = None
     """None before it is open."""
     has_failed: bool = False
+    has_left: bool = False
+    """Whether its request has a plan, while it is still read for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +114,13 @@ class LineReadAhead:
         """Take note of a request that begins to wait."""
         awaited = None if wait.retry is None else wait.retry.awaited
         awaited_id = None if awaited is None else awaited.worker_id
-        if wait.has_read_ahead or not wait.root:
+        if isinstance(earlier := wait.read_ahead, _Candidate):  # its worker has refused the plan
+            self._candidates[wait] = earlier
+            if not earlier.has_left:
+                self._open(self._readers.setdefault(earlier.blocks.worker_id, _Reader()), earlier)
+            earlier.has_left = False
+            return
+        if not wait.root:
             return
         blocks = find_offloaded(self._index, self._members, wait.request, awaited=awaited_id)
         if blocks is None:
@@ -144,13 +153,13 @@ class LineReadAhead:
 
     def _displace(self, reader: _Reader, newcomer: Wait) -> None:
         """Close the latest read of the tenant with most of them for its weight, if the newcomer's has fewer by one."""
-        latest = {each.wait.tenant: each for each in reader.open}
+        latest = {each.wait.tenant: each for each in reader.open if not each.has_left}
 
         def part(wait: Wait, num_more: int) -> float:
             return (reader.num_open[wait.tenant] + num_more) / wait.ticket.account.tenant.weight
 
-        other = max(latest.values(), key=lambda each: part(each.wait, 0))
-        if part(other.wait, -1) >= part(newcomer, 1):
+        other = max(latest.values(), key=lambda each: part(each.wait, 0), default=None)
+        if other is not None and part(other.wait, -1) >= part(newcomer, 1):
             self._close(other, ReadAheadOutcome.DISPLACED)
 
     def _fill(self, worker_id: WorkerId, reader: _Reader) -> None:
@@ -164,13 +173,32 @@ class LineReadAhead:
                 reader.waiting.restore(candidate)
                 break
             reader.waiting.charge(candidate.wait.tenant, candidate.blocks.num_offloaded)
-            reader.open[candidate], candidate.wait.has_read_ahead = None, True
-            reader.num_open[candidate.wait.tenant] += 1
+            candidate.wait.read_ahead = candidate
+            self._open(reader, candidate)
             reading = candidate.reading = asyncio.get_running_loop().create_task(self._read(candidate))
             self._tasks.add(reading)
-            reading.add_done_callback(self._tasks.discard)
+            reading.add_done_callback(partial(self._end_read, candidate))
         if not reader.open and not len(reader.waiting):
             self._readers.pop(worker_id, None)
+
+    def _open(self, reader: _Reader, candidate: _Candidate) -> None:
+        reader.open[candidate] = None
+        reader.num_open[candidate.wait.tenant] += 1
+
+    def _end_read(self, candidate: _Candidate, reading: "asyncio.Task[None]") -> None:
+        self._tasks.discard(reading)
+        if candidate.has_left:
+            candidate.has_left = False
+            self._free(candidate)
+
+    def _free(self, candidate: _Candidate) -> None:
+        """Give the place of an open read to the next one."""
+        worker_id = candidate.blocks.worker_id
+        reader = self._readers[worker_id]
+        if candidate in reader.open:
+            del reader.open[candidate]
+            reader.num_open[candidate.wait.tenant] -= 1
+        self._fill(worker_id, reader)
 
     def _fits(self, candidate: _Candidate, reader: _Reader) -> bool:
         """Whether its worker has pages for the open prompts and this one, and takes its blocks beside theirs."""
@@ -199,18 +227,15 @@ class LineReadAhead:
 
     def _close(self, candidate: _Candidate, outcome: ReadAheadOutcome) -> None:
         del self._candidates[candidate.wait]
-        worker_id = candidate.blocks.worker_id
-        reader = self._readers[worker_id]
-        reader.waiting.discard(candidate)
+        self._readers[candidate.blocks.worker_id].waiting.discard(candidate)
         if candidate.reading is not None:
-            tenant = candidate.wait.tenant
-            del reader.open[candidate]
-            reader.num_open[tenant] -= 1
             if outcome is not ReadAheadOutcome.USED:
                 candidate.reading.cancel()
+            candidate.has_left = outcome is ReadAheadOutcome.USED and not candidate.reading.done()
             if candidate.has_failed:
                 outcome = ReadAheadOutcome.FAILED
             elif outcome is ReadAheadOutcome.LEFT:
                 self._admission.charge_reading(candidate.wait.ticket.account, candidate.blocks.read_s)
             self._metrics.count_read_ahead(outcome.value)
-        self._fill(worker_id, reader)
+        if not candidate.has_left:
+            self._free(candidate)

@@ -108,8 +108,8 @@ class Wait(Place):
     """Time from which it may look again for room that other tenants have beyond their share."""
     waits_before: Waits = NO_WAITS
     """Waits of requests like it (`PlanFinder.waits`) at its arrival in line."""
-    has_read_ahead: bool = False
-    """Whether a worker was asked to read its blocks from tiers meanwhile."""
+    read_ahead: Place | None = None
+    """Its place among those whose blocks a worker reads meanwhile; None: no worker was asked."""
     num_overtaken: int = 0
     """Plans given to requests behind this one after it was refused one."""
 
