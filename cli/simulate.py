@@ -15,12 +15,13 @@ from cli.options import options_from_dataclasses, positive_numbers
 if TYPE_CHECKING:
     from measure.experiment.replay import Replay
     from measure.experiment.spec import SimulateSpec, TierSpec
+    from measure.workload.spec import RecordedSpec
 
 _STEP_TOKENS_DISAGGREGATED = 8192
 _STEP_TOKENS_AGGREGATED = 512
-_workload, _cluster, _signals, _run = (
+_workload, _sessions, _cluster, _signals, _run = (
     partial(typer.Option, rich_help_panel=panel)
-    for panel in ("Workload", "Simulated cluster", "Routers and their signals", "Run")
+    for panel in ("Workload", "Sessions", "Simulated cluster", "Routers and their signals", "Run")
 )
 
 
@@ -28,10 +29,18 @@ _workload, _cluster, _signals, _run = (
 class ReplayOptions:
     """Options for the requests that are replayed."""
 
-    trace: Annotated[Path, _workload("--trace", "-t", help="Mooncake or a recording (.jsonl), Azure (.csv).")]
-    speed: Annotated[str, _workload("--speed", "-s", metavar="X,Y,…", help="Speed-up of the arrivals.")] = "1"
+    trace: Annotated[
+        Path,
+        _workload(
+            "--trace", "-t", help="Mooncake or a recording (.jsonl), Azure (.csv), or sessions (docs/loadtest.md)."
+        ),
+    ]
+    speed: Annotated[
+        str, _workload("--speed", "-s", metavar="X,Y,…", help="Speed-up of the arrivals; of sessions, of their pauses.")
+    ] = "1"
     limit: Annotated[
-        int | None, _workload("--limit", "-n", min=1, help="Number of requests from the beginning; default: all.")
+        int | None,
+        _workload("--limit", "-n", min=1, help="Number of requests, or sessions, from the beginning; default: all."),
     ] = None
     shrink: Annotated[int, _workload("--shrink", min=1, help="Divide all lengths by this.")] = 1
     ttft: Annotated[float, _workload("--ttft", min=0, metavar="SECONDS", help="Objective per 8192 prompt tokens.")] = (
@@ -40,6 +49,34 @@ class ReplayOptions:
     tpot: Annotated[
         float, _workload("--tpot", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.")
     ] = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """Options for traces of sessions."""
+
+    sessions: Annotated[
+        str | None, _sessions("--sessions", metavar="N,M,…", help="Sessions at a time; each is a closed loop.")
+    ] = None
+    per_hour: Annotated[
+        str | None, _sessions("--per-hour", metavar="X,Y,…", help="Sessions that begin in an hour, in place of these.")
+    ] = None
+    ramp: Annotated[
+        float, _sessions("--ramp", min=0, metavar="SECONDS", help="Time in which the first of --sessions begin.")
+    ] = 60.0
+    turns: Annotated[int | None, _sessions("--turns", min=1, help="First requests of each session; default: all.")] = (
+        None
+    )
+    longest: Annotated[
+        int | None, _sessions("--longest", min=1, metavar="TOKENS", help="Leave out sessions with a longer prompt.")
+    ] = None
+    max_pause: Annotated[
+        float | None, _sessions("--max-pause", min=0, metavar="SECONDS", help="Longest time of a tool or a person.")
+    ] = None
+    share_tools: Annotated[
+        bool, _sessions("--share-tools", help="Let sessions with equal tools and system prompts begin alike.")
+    ] = False
+    stretch: Annotated[float, _sessions("--stretch", min=1, help="Stretch within which a session is good.")] = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +177,21 @@ class RunOptions:
 
 
 @options_from_dataclasses
-def simulate(*, replay: ReplayOptions, workers: ClusterOptions, signals: SignalOptions, runs: RunOptions) -> None:
+def simulate(
+    *,
+    replay: ReplayOptions,
+    sessions: SessionOptions,
+    workers: ClusterOptions,
+    signals: SignalOptions,
+    runs: RunOptions,
+) -> None:
     """Replay a trace in virtual time, with real routers and workers and simulated work.
 
     \b
     kvrelay simulate -t conversation.jsonl --speed 0.5,1,2,3 --out results -j 2
     kvrelay simulate -t conversation.jsonl -p round_robin --aggregated --out one
+    kvrelay simulate -t sessions.jsonl.gz --sessions 32,64,128 --block-size 64
+    --blocks 24000 --longest 160000 --out agents
 
     Each policy and speed is one run. Steps, copies and messages only take time;
     everything else is the code that serves. Prints a table and writes it to DIR
@@ -156,16 +202,19 @@ def simulate(*, replay: ReplayOptions, workers: ClusterOptions, signals: SignalO
     as failures. --bound computes for each speed how many requests could be good
     under any policy that knows the whole trace, and adds the share reached of it.
     """  # noqa: D301 - \b marks a preformatted block
-    from measure.experiment.replay import replay_bound
+    from measure.experiment.replay import ReplayedTrace, replay_bound
     from measure.experiment.replay_tables import FORECASTS_NOTE, forecast_table, replay_table
     from measure.experiment.report import findings_of, write_report
+    from measure.experiment.session_page import session_table
     from measure.experiment.simulated import SimulatedBench
     from measure.experiment.store import Store
+    from measure.load.tables import terminal_table
     from measure.simulate.store import write_json
 
-    replayed, store = _replay(replay, workers, signals, runs), Store(runs.out)
-    experiment = replayed.experiment()
-    speeds = dict(zip(experiment.spec.loads, replayed.speeds, strict=True))
+    replayed, store = _replay(replay, sessions, workers, signals, runs), Store(runs.out)
+    workloads = replayed.workloads()
+    experiment = replayed.experiment_of(workloads)
+    labels = {load: workloads.label(load) for load in experiment.spec.loads}
     if runs.again:
         store.forget()
     store.claim(experiment.fingerprint())
@@ -173,16 +222,21 @@ def simulate(*, replay: ReplayOptions, workers: ClusterOptions, signals: SignalO
     is_complete = measure_missing(experiment, store, lambda _report: bench, num_jobs=runs.jobs)
     bounds = {}
     if runs.bound:
+        if not isinstance(workloads, ReplayedTrace):
+            raise CliError("--bound is for traces: what arrives when depends on the answers of a session")
         with Progress() as report:
-            for load, speed in speeds.items():
-                report(f"bound at speed {speed:g}")
-                bounds[load] = replay_bound(experiment, load)
-        by_speed = {f"{speeds[load]:g}": dataclasses.asdict(bound) for load, bound in bounds.items()}
+            for load, label in labels.items():
+                report(f"bound at speed {label}")
+                bounds[load] = replay_bound(replayed.experiment_of(workloads), load)
+        by_speed = {labels[load].rstrip("×"): dataclasses.asdict(bound) for load, bound in bounds.items()}
         write_json(runs.out / "bounds.json", by_speed)
     points = [point for cell in experiment.cells if (point := store.point(experiment.source, cell)) is not None]
-    table = replay_table(points, store, speeds=speeds, bounds=bounds)
+    if isinstance(workloads, ReplayedTrace):
+        table = replay_table(points, store, labels=labels, bounds=bounds)
+    else:
+        table = terminal_table(session_table([point for point in points if point.sessions is not None]))
     print_wide(table)
-    if (forecasts := forecast_table(points, speeds)) is not None:
+    if (forecasts := forecast_table(points, labels)) is not None:
         print_wide(forecasts)
         err.print(FORECASTS_NOTE, soft_wrap=True)
     with (runs.out / "table.txt").open("w", encoding="utf-8") as file:
@@ -192,8 +246,15 @@ def simulate(*, replay: ReplayOptions, workers: ClusterOptions, signals: SignalO
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _replay(replay: ReplayOptions, workers: ClusterOptions, signals: SignalOptions, runs: RunOptions) -> "Replay":
+def _replay(
+    replay: ReplayOptions,
+    sessions: SessionOptions,
+    workers: ClusterOptions,
+    signals: SignalOptions,
+    runs: RunOptions,
+) -> "Replay":
     from common.config import parse_config
+    from measure.experiment.points import LoadUnit
     from measure.experiment.replay import Replay
 
     num_prefill, num_decode = workers.pools()
@@ -210,15 +271,51 @@ def _replay(replay: ReplayOptions, workers: ClusterOptions, signals: SignalOptio
         "router": {"count": signals.routers, "shed": signals.shed},
         "pools": {"prefill": pool | {"count": num_prefill}, "decode": pool | {"count": num_decode}},
     }
+    recorded, loads = _recorded(replay, sessions), positive_numbers(replay.speed, option="--speed")
+    unit = LoadUnit.REQUESTS
+    if recorded is not None:
+        unit = LoadUnit.SESSIONS_PER_HOUR if sessions.per_hour is not None else LoadUnit.SESSIONS
+        option = "--sessions" if sessions.per_hour is None else "--per-hour"
+        loads = positive_numbers(sessions.per_hour or sessions.sessions or "1", option=option)
     return Replay(
         trace=replay.trace,
         num_requests=replay.limit,
         shrink=replay.shrink,
-        speeds=positive_numbers(replay.speed, option="--speed"),
+        loads=loads,
+        recorded=recorded,
+        load_unit=unit,
+        ramp_s=sessions.ramp,
+        stretch=sessions.stretch,
         policies=_policies(runs.policy),
         serving=parse_config(serving, source="kvrelay simulate"),
         simulate=workers.simulated(signals),
         seed=runs.seed,
+    )
+
+
+def _recorded(replay: ReplayOptions, sessions: SessionOptions) -> "RecordedSpec | None":
+    """Return the sessions that are replayed; None for any other trace. Raises CliError."""
+    from measure.workload.session_traces import is_session_trace
+    from measure.workload.spec import RecordedSpec
+
+    if not is_session_trace(replay.trace):
+        if sessions != SessionOptions():
+            raise CliError(f"{replay.trace} has no sessions: leave out the options for them, such as --sessions")
+        return None
+    if (sessions.sessions is None) == (sessions.per_hour is None):
+        raise CliError("give --sessions N, how many sessions run at a time, or --per-hour X, how many begin")
+    speeds = positive_numbers(replay.speed, option="--speed")
+    if len(speeds) > 1:
+        raise CliError("--speed divides the pauses of sessions, and is one number; loads are --sessions or --per-hour")
+    return RecordedSpec(
+        path=replay.trace,
+        shrink=replay.shrink,
+        speed=speeds[0],
+        max_pause_s=sessions.max_pause,
+        limit=replay.limit,
+        longest=sessions.longest,
+        turns=sessions.turns,
+        shares_tools=sessions.share_tools,
     )
 
 

@@ -12,7 +12,7 @@ from operator import attrgetter, methodcaller
 from common.slo import Slo
 from measure.experiment.analysis import ArmFinding, Findings, Limit, diagnose
 from measure.experiment.curves import Reading
-from measure.experiment.points import Arm, MeanUnit, Point, Source
+from measure.experiment.points import Arm, LoadUnit, MeanUnit, Point, Source
 from measure.figures import ALL
 from measure.load.estimates import Estimate
 from measure.pages.axes import Axis, Scale, Unit
@@ -80,7 +80,11 @@ class Sheet:
     def axis(self) -> Axis:
         """Axis of the load."""
         is_wide = max(self.loads) > _WIDE * min(self.loads)
-        return Axis(title=f"load{self.whose}, requests", unit=Unit.RATE, scale=Scale.LOG if is_wide else Scale.LINEAR)
+        scale = Scale.LOG if is_wide else Scale.LINEAR
+        unit = self.shown[0].finding.curve.readings[0].points[0].load_unit
+        if unit is not LoadUnit.REQUESTS:
+            return Axis(title=f"load{self.whose}, {unit}", scale=scale)
+        return Axis(title=f"load{self.whose}, requests", unit=Unit.RATE, scale=scale)
 
     @property
     def loads(self) -> Sequence[float]:

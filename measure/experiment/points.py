@@ -10,12 +10,22 @@ from dataclasses import dataclass, field
 from common.slo import Slo
 from measure.figures import ALL, Figures, by_kind, percentiles, summarize
 from measure.load.records import RequestRecord
+from measure.load.session_figures import STRETCH, SessionFigures, session_figures
 from measure.load.window import Window, counted
 from measure.load.workers import Recorded, summarize_workers, tokens_between
 from measure.simulate.results import ForecastCheck, check_forecasts, count_cached_tokens, gap_percentiles, hot_spot
 
 _NUM_PARTS = 72
 """Equal parts of a run, of which a point has the worst one."""
+
+
+class LoadUnit(enum.StrEnum):
+    """What a load counts."""
+
+    REQUESTS = "requests/s"
+    SESSIONS = "sessions at a time"
+    """In workloads of closed loops alone."""
+    SESSIONS_PER_HOUR = "sessions/h"
 
 
 class Source(enum.StrEnum):
@@ -90,7 +100,7 @@ class Cell:
     arm: str
     """Name of the arm."""
     load: float
-    """Mean requests per second."""
+    """Mean requests per second, or sessions (`LoadUnit`)."""
     repeat: int
 
     @property
@@ -120,7 +130,7 @@ class Point:
     arm: Arm
     source: Source
     load: float
-    """Mean requests per second of the workload."""
+    """Load of the workload, in `load_unit`."""
     repeat: int
     duration_s: float
     """Time in which counted requests arrived, without warm-up."""
@@ -146,6 +156,9 @@ class Point:
     """Share of good requests in the worst of equal parts of the time; None: not known."""
     paid: PaidWorkers | None = None
     """None for real arms."""
+    sessions: SessionFigures | None = None
+    """None without sessions of several requests."""
+    load_unit: LoadUnit = LoadUnit.REQUESTS
     warnings: tuple[str, ...] = ()
     """Reasons not to trust the point, in words."""
 
@@ -165,12 +178,27 @@ class Point:
         return self.overall.num_good / self.duration_s if self.duration_s else 0.0
 
     @property
+    def tokens_per_s_per_worker(self) -> float:
+        """Output tokens per second and worker of either kind."""
+        return self.output_tokens_per_s / max(1, self.arm.num_workers)
+
+    @property
     def goodput_per_worker(self) -> float:
         """Good requests per second and worker of either kind."""
         return self.goodput_per_s / max(1, self.arm.num_workers)
 
 
-def point_of(run: Recorded, window: Window, *, arm: Arm, cell: Cell, source: Source, slo: Slo) -> Point:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goals:
+    """What is good, and what the load counts."""
+
+    slo: Slo
+    stretch: float = STRETCH
+    """Stretch of a good session."""
+    load_unit: LoadUnit = LoadUnit.REQUESTS
+
+
+def point_of(run: Recorded, window: Window, *, arm: Arm, cell: Cell, source: Source, goals: Goals) -> Point:
     """Return the point of a cell's run; only requests that were due in the window count."""
     requests = counted(run.requests, window)
     pools, _ = summarize_workers(run, requests, window)
@@ -187,7 +215,9 @@ def point_of(run: Recorded, window: Window, *, arm: Arm, cell: Cell, source: Sou
         load=cell.load,
         repeat=cell.repeat,
         duration_s=window.duration_s,
-        kinds={kind: summarize(own, slo=slo, itl=gap_percentiles(own)) for kind, own in by_kind(requests).items()},
+        kinds={
+            kind: summarize(own, slo=goals.slo, itl=gap_percentiles(own)) for kind, own in by_kind(requests).items()
+        },
         output_tokens_per_s=num_output_tokens / window.duration_s if window.duration_s > 0 else 0.0,
         token_hit=sum(map(count_cached_tokens, reported)) / num_prompt_tokens if num_prompt_tokens else None,
         pulled_share=num_pulled_tokens / num_prompt_tokens if num_prompt_tokens else None,
@@ -198,7 +228,9 @@ def point_of(run: Recorded, window: Window, *, arm: Arm, cell: Cell, source: Sou
         kv_peak=max((pool.peak_kv for pool in pools if pool.peak_kv is not None), default=None),
         transfer_bytes=sum(request.server.transfer_bytes or 0 for request in moved),
         transfer_exposed_p50_s=None if exposed is None else exposed.p50,
-        worst_share=_worst_share(requests, window, slo),
+        worst_share=_worst_share(requests, window, goals.slo),
+        sessions=session_figures(run.requests, window, stretch=goals.stretch),
+        load_unit=goals.load_unit,
     )
 
 

@@ -12,7 +12,7 @@ from common.model_files import ModelNotFound, resolve_model
 from engine.weights.config import UnsupportedModel, read_json
 from engine.weights.rope_config import longest_text
 from measure.experiment.arms import ArmPlans, build_arms
-from measure.experiment.points import Cell, Source
+from measure.experiment.points import Cell, LoadUnit, Source
 from measure.experiment.runner import cell_order
 from measure.experiment.spec import ExperimentError, ExperimentSpec, inline_or_file, load_experiment
 from measure.experiment.store import Store
@@ -33,11 +33,18 @@ class SimulatedWorkloads(Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """Specification as JSON; results depend on it."""
 
+    @property
+    def load_unit(self) -> LoadUnit:
+        """What the loads count."""
+
+    def num_requests(self, load: float, *, seconds: float) -> float | None:
+        """Return about how many requests come in a cell of a duration; None: not known."""
+
     def simulated(self, cell: Cell, *, seconds: float) -> Workload:
         """Return a cell's workload, of a duration unless it has one of its own: equal for all arms."""
 
     def longest_tokens(self) -> int:
-        """Return the tokens of the longest session of all cells, prompts and answers. Raises ExperimentError."""
+        """Return the tokens of the longest request of all cells, its answer included. Raises ExperimentError."""
 
 
 class Workloads:
@@ -66,6 +73,16 @@ class Workloads:
         """Specification as JSON; results depend on it."""
         return self.spec.model_dump(mode="json")
 
+    @property
+    def load_unit(self) -> LoadUnit:
+        """What the loads count."""
+        is_closed = all(getattr(stream, "concurrency", None) is not None for stream in self.spec.streams)
+        return LoadUnit.SESSIONS if is_closed else LoadUnit.REQUESTS
+
+    def num_requests(self, load: float, *, seconds: float) -> float | None:
+        """Return about how many requests come in a cell of a duration; None: it depends on the answers."""
+        return load * seconds if self.load_unit is LoadUnit.REQUESTS else None
+
     def of(self, cell: Cell) -> Workload:
         """Return a cell's workload: equal for all arms, with contents that no other load or repeat has.
 
@@ -90,8 +107,8 @@ class Workloads:
         return self._build(load, seed=_seed(self._experiment.seed, f"{load!r} {_WARM_UP_REPEAT}"), spec=spec)
 
     def longest_tokens(self) -> int:
-        """Return the tokens of the longest session of all cells, prompts and answers. Raises ExperimentError."""
-        return max(map(_num_tokens, self._sessions()), default=0)
+        """Return the tokens of the longest request of all cells, its answer included. Raises ExperimentError."""
+        return max(map(num_longest_tokens, self._sessions()), default=0)
 
     def longest_thinking_s(self) -> float:
         """Return the longest total think time of a session. Raises ExperimentError."""
@@ -111,9 +128,10 @@ class Workloads:
             raise ExperimentError(f"workload: {error}") from None
 
 
-def _num_tokens(session: Session) -> int:
-    asked = sum(segment.num_tokens for turn in session.turns for segment in turn.segments)
-    return asked + sum(turn.num_output_tokens for turn in session.turns)
+def num_longest_tokens(session: Session) -> int:
+    """Return the tokens of a session's longest request, its answer included."""
+    lengths = zip(session.prompt_lengths(), session.turns, strict=True)
+    return max(length + turn.num_output_tokens for length, turn in lengths)
 
 
 def _seed(seed: int, which: str) -> int:
@@ -158,7 +176,9 @@ class Experiment(Generic[_W]):
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that results depend on, as JSON: more arms, loads or repeats change none."""
         spec = self.spec
-        common: dict[str, Any] = {key: getattr(spec, key) for key in ("duration_s", "warm_up_s", "drain_s", "seed")}
+        common: dict[str, Any] = {
+            key: getattr(spec, key) for key in ("duration_s", "warm_up_s", "drain_s", "seed", "stretch")
+        }
         common |= {"slo": spec.slo.model_dump(), "workload": self.workloads.fingerprint}
         if self.source is Source.SIMULATED:
             common["simulate"] = _of_simulation(spec)
@@ -208,7 +228,7 @@ def check_lengths(experiment: Experiment[SimulatedWorkloads]) -> None:
             reason = f"a decode worker has {holds.num_blocks} pages of {holds.block_size}"
         else:
             continue
-        raise ExperimentError(f"workload: its longest session has {longest} tokens, answers included; {reason}")
+        raise ExperimentError(f"workload: its longest request has {longest} tokens, the answer included; {reason}")
 
 
 def _trained_len(serving: ServingConfig) -> int | None:

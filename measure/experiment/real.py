@@ -154,8 +154,8 @@ class RealBench:
         except (KvrelayError, LoadTestFailed, NothingMeasured) as error:
             raise CellFailed(str(error)) from error
         write_report(run, summary, folder / REPORT_FILE)
-        slo = self._spec.objectives
-        point = point_of(run, summary.window, arm=arm, cell=cell, source=Source.REAL, slo=slo)
+        goals = self._spec.goals(self._workloads.load_unit)
+        point = point_of(run, summary.window, arm=arm, cell=cell, source=Source.REAL, goals=goals)
         return replace(point, warnings=summary.warnings)
 
     def _load(self, name: str, target: TargetSpec, workload: Workload) -> LoadSpec:

@@ -16,19 +16,19 @@ from measure.simulate.bound import Bound
 FORECASTS_NOTE = (
     "off: median relative error of the routers' forecasts; held: outcomes within their intervals, which should be 80 %"
 )
-Speeds = Mapping[float, float]
-"""The trace's speed by load."""
+Labels = Mapping[float, str]
+"""A load in words."""
 
 
 def replay_table(
-    points: Sequence[Point], store: Store, *, speeds: Speeds, bounds: Mapping[float, Bound]
+    points: Sequence[Point], store: Store, *, labels: Labels, bounds: Mapping[float, Bound]
 ) -> TerminalTable:
     """Return a row for each point, by speed; the best goodput of each speed is bold. `bounds`: by load, or none."""
     best: Counter[float] = Counter()
     for point in points:
         best[point.load] = max(best[point.load], point.overall.num_good)
     columns = {
-        **_names(speeds),
+        **_names(labels),
         "goodput/s": lambda point: f"{point.overall.good_share * point.load:.2f}",
         "good %": lambda point: _percent(point.overall.good_share),
         "refused %": lambda point: _percent(point.overall.num_not_complete / point.overall.num_requests),
@@ -52,14 +52,14 @@ def replay_table(
     return _table(points, columns, is_strong=lambda point: point.overall.num_good == best[point.load])
 
 
-def forecast_table(points: Sequence[Point], speeds: Speeds) -> TerminalTable | None:
+def forecast_table(points: Sequence[Point], labels: Labels) -> TerminalTable | None:
     """Return a row for each point whose routers forecast, by speed; None without any."""
     columns = forecast_columns(points)
-    return _table([point for point in points if point.forecasts], _names(speeds) | columns) if columns else None
+    return _table([point for point in points if point.forecasts], _names(labels) | columns) if columns else None
 
 
-def _names(speeds: Speeds) -> dict[str, Callable[[Point], str]]:
-    return {"speed": lambda point: f"{speeds[point.load]:g}×", "policy": lambda point: point.arm.name}
+def _names(labels: Labels) -> dict[str, Callable[[Point], str]]:
+    return {"load": lambda point: labels[point.load], "policy": lambda point: point.arm.name}
 
 
 def _table(

@@ -12,6 +12,7 @@ from common.slo import Slo
 from measure.experiment.analysis import Findings, Gain, Limit, Verdict, analyze
 from measure.experiment.figures import Sheet, capacity_panel, limit_panel, load_panels, worker_panels
 from measure.experiment.points import MeanUnit
+from measure.experiment.session_page import session_panels, verdict_of
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
 from measure.experiment.tables import arms_panel, gain_text, runs_panel
@@ -42,15 +43,22 @@ def write_report(store: Store, findings: Sequence[Findings]) -> Path:
     slo = None if stated is None else Slo(**stated)
     sheet, file = Sheet.of(findings), _file(store)
     thinned = "The best arms of each size are shown; the table has all."
+    points = [point for each in findings for point in each.points]
+    played = [point for point in points if point.sessions is not None]
+    sessions = (PageSection(title="Sessions", panels=session_panels(played)),) if played else ()
+    of_sessions = verdict_of(played)
+    is_rate = not of_sessions
     page = Page(
         title=f"Experiment {file.get('name', store.out.name)}",
         subtitle=_subtitle(findings, slo, file.get("capacity", {}).get("kinds", [])),
         warnings=_warnings(store),
-        verdict=tuple(
+        verdict=of_sessions
+        or tuple(
             (f"{each.source.value.capitalize()}: " if len(findings) > 1 else "") + summary_text(each)
             for each in findings
         ),
         sections=(
+            *sessions,
             PageSection(
                 title="As the load grows",
                 intro=thinned if sheet.is_thinned else "",
@@ -58,13 +66,13 @@ def write_report(store: Store, findings: Sequence[Findings]) -> Path:
             ),
             *(
                 PageSection(title=f"Shapes, {each.source}", panels=(capacity_panel(each), limit_panel(each)))
-                for each in findings
+                for each in (findings if is_rate else ())
             ),
             PageSection(title="Workers and their KV", panels=worker_panels(sheet)),
             PageSection(
                 title="All numbers",
                 intro="Intervals assume independent requests, and are widened by how much runs of one load differ.",
-                panels=(*map(arms_panel, findings), runs_panel(findings, store)),
+                panels=(*map(arms_panel, findings if is_rate else ()), runs_panel(findings, store)),
             ),
         ),
         settings={"experiment": file, "settings": settings},

@@ -181,7 +181,7 @@ def point_line(point: Point) -> str:
     """Return the result of a run in words."""
     overall = point.overall
     text = (
-        f"{point.arm.name} at {point.load:g}/s: {point.goodput_per_s:.2f} good requests/s"
+        f"{point.arm.name} at {point.load:g} {point.load_unit}: {point.goodput_per_s:.2f} good requests/s"
         f" ({overall.good_share:.1%} of {overall.num_requests})"
     )
     if overall.ttft is not None:

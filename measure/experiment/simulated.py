@@ -4,10 +4,8 @@ A cell takes an arm's serving.yaml as a real one does: pools, pages, budgets, po
 messages come from a roofline or from timings fitted on real workers. Equal cells give equal points.
 """
 
-import heapq
 import math
 import statistics
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,139 +13,43 @@ from functools import partial
 from pathlib import Path
 
 from common.config import PoolConfig
-from common.slo import Slo
+from common.timing import StepShape
 from engine.pages.window_pages import split_budget
 from measure.experiment.arms import ArmPlan
 from measure.experiment.ended import count_request
-from measure.experiment.points import Cell, PaidWorkers, Point, Source, point_of
+from measure.experiment.points import Cell, LoadUnit, PaidWorkers, Point, Source, point_of
 from measure.experiment.prepare import SimulatedWorkloads
 from measure.experiment.runner import CellFailed, Measure
 from measure.experiment.spec import ExperimentError, ExperimentSpec
 from measure.experiment.store import CLOCK_FILE
-from measure.load.records import RequestRecord
+from measure.experiment.users import Users
 from measure.load.window import NothingMeasured, Window, find_window
 from measure.simulate.cluster import run
 from measure.simulate.executor import sim_shape
 from measure.simulate.planners import planning_by
-from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings, TierShape
+from measure.simulate.records import ClusterShape, NetworkShape, SimRun, SimSettings, TierShape
 from measure.simulate.roofline import Hardware, UnknownHardware
 from measure.simulate.routers import routers_of
 from measure.simulate.store import write_json, write_requests
 from measure.simulate.timing import TimingFileError, WindowPageSize
-from measure.workload.content import ContentWriter
-from measure.workload.sessions import Segment, Session, Turn, Workload
-from router.tenants import ANYBODY, Tenant
+from measure.workload.sessions import Workload
 
-_RETURN_S = 1.0
-"""Time until the place of a refused session is taken."""
-_ANSWERS = 1 << 62
-"""First number of the answers' contents, above those of any workload."""
 _DEFAULT_KV_TOKENS = 3000 * 512
 """KV of a worker that chooses the size of its pool itself."""
 _MAX_MODEL_LEN = 1 << 20
 _NUM_SAMPLES = 200
 """Samples of the workers in a run."""
+_SAMPLE_S = 30.0
+"""Time between two samples where the duration is not known."""
 _REQUESTS_PER_S = 60.0
 """Rough speed of a simulation on one core; for forecasts only."""
 _TOLERATED = 0.1
 """Share by which fewer requests than expected may come without a warning."""
 
 
-class Users:
-    """All users of one simulated run: sessions as requests that follow from each other. Iterate over `arrivals` once.
-
-    Open loop: a session's first request arrives at its time, whatever became of others. Closed loop: a fixed number of
-    sessions run at any time, and the next one begins when one has ended. In both, a later turn arrives its think time
-    after the answer before, and its prompt begins with the whole conversation. A session ends with a request that is
-    not complete, since the rest of the conversation is not known. In a closed loop its place is taken a little later:
-    refused sessions would otherwise follow each other without any time passing.
-    """
-
-    def __init__(
-        self, workload: Workload, *, slo: Slo, max_tokens: int | None = None, are_tenants: bool = False
-    ) -> None:
-        """`max_tokens`: limit that every request states, all that a router knows; None: the answer's length.
-
-        `are_tenants`: every stream is a tenant of its own.
-        """
-        self._workload = workload
-        self._writer = ContentWriter(seed=workload.seed)
-        self._slo = slo
-        self._max_tokens = max_tokens
-        self._are_tenants = are_tenants
-        self._num_begun = 0
-        """Requests of the sessions that have begun, sent or not."""
-        self._num_answers = 0
-
-    def arrivals(self) -> Iterator[Arrival]:
-        """Yield the first request of every session that follows from no other session, in order of time."""
-        closed = [stream for stream in self._workload.streams if stream.concurrency is not None]
-        for stream in closed:
-            sessions = iter(stream.sessions)
-            for _ in range(stream.concurrency or 0):
-                first = self._next_of(sessions, 0.0)
-                if first is not None:
-                    yield first
-        opened = [stream.sessions for stream in self._workload.streams if stream.concurrency is None]
-        for session in heapq.merge(*opened, key=lambda session: session.start_s):
-            if not self._may_begin(session.start_s):
-                return
-            yield self._begin(session, session.start_s, None)
-
-    def _may_begin(self, at_s: float) -> bool:
-        most = self._workload.max_requests
-        return at_s <= self._workload.duration_s and (most is None or self._num_begun < most)
-
-    def _next_of(self, sessions: Iterator[Session], at_s: float) -> Arrival | None:
-        """Return the first request of a closed loop's next session; None when it may not begin."""
-        session = next(sessions, None) if self._may_begin(at_s) else None
-        return None if session is None else self._begin(session, at_s, sessions)
-
-    def _begin(self, session: Session, at_s: float, line: Iterator[Session] | None) -> Arrival:
-        self._num_begun += len(session.turns)
-        return self._turn(session, 0, array("I"), at_s, line)
-
-    def _turn(
-        self, session: Session, index: int, history: "array[int]", at_s: float, line: Iterator[Session] | None
-    ) -> Arrival:
-        """Return a session's request; the request that follows from it is made when it has ended.
-
-        `line`: the closed loop's next sessions; None: an open loop.
-        """
-        turn = session.turns[index]
-        is_last = index + 1 == len(session.turns)
-        prompt = history + self._writer.tokens(turn.segments)
-        answer = None if is_last else self._answer(turn)
-
-        def follow_up(result: RequestRecord) -> Arrival | None:
-            if answer is not None and result.is_complete:
-                think_s = session.turns[index + 1].think_s
-                return self._turn(session, index + 1, prompt + answer, result.end_s + think_s, line)
-            if line is None:
-                return None
-            return self._next_of(line, result.end_s + (0.0 if result.is_complete else _RETURN_S))
-
-        return Arrival(
-            at_s=at_s,
-            prompt=prompt,
-            num_output_tokens=turn.num_output_tokens,
-            max_tokens=None if self._max_tokens is None else max(self._max_tokens, turn.num_output_tokens),
-            answer=answer,
-            session=session.index,
-            turn=index,
-            ttft_slo_s=self._slo.ttft_of(len(prompt)),
-            kind=session.kind,
-            tenant=Tenant(name=session.kind) if self._are_tenants else ANYBODY,
-            follow_up=None if is_last and line is None else follow_up,
-        )
-
-    def _answer(self, turn: Turn) -> "array[int]":
-        """Return an answer that differs from all others."""
-        self._num_answers += 1
-        return self._writer.tokens([Segment(_ANSWERS + self._num_answers, turn.num_output_tokens)])
-
-
-def simulate_point(plan: ArmPlan, workload: Workload, spec: ExperimentSpec, cell: Cell) -> tuple[Point, SimRun]:
+def simulate_point(
+    plan: ArmPlan, workload: Workload, spec: ExperimentSpec, cell: Cell, *, load_unit: LoadUnit = LoadUnit.REQUESTS
+) -> tuple[Point, SimRun]:
     """Serve a cell's workload on a simulated arm and return the results.
 
     Blocks, some ten milliseconds of a core for each request; needs a thread without a running loop. Raises
@@ -163,15 +65,44 @@ def simulate_point(plan: ArmPlan, workload: Workload, spec: ExperimentSpec, cell
         max_tokens = None if routers.is_perfect else max_tokens
     if simulated.planner is not None:
         settings = replace(settings, elasticity=planning_by(simulated.planner, spec.objectives))
-    users = Users(workload, slo=spec.objectives, max_tokens=max_tokens, are_tenants=simulated.tenants)
+    users = Users(
+        workload,
+        slo=spec.objectives,
+        max_tokens=max_tokens,
+        are_tenants=simulated.tenants,
+        idle=partial(idle_seconds, shape, settings),
+    )
     finished = run(shape, settings, users.arrivals(), progress=count_request)
     try:
         window = find_window(finished.requests, warm_up_s=spec.warm_up_s, cool_down_s=None)
     except NothingMeasured as error:
         raise CellFailed(str(error)) from error
-    point = point_of(finished, window, arm=plan.arm, cell=cell, source=Source.SIMULATED, slo=spec.objectives)
-    warnings = _warnings(window.num_counted, cell.load * (window.end_s - window.start_s))
+    goals = spec.goals(load_unit)
+    point = point_of(finished, window, arm=plan.arm, cell=cell, source=Source.SIMULATED, goals=goals)
+    is_rate = load_unit is LoadUnit.REQUESTS
+    warnings = _warnings(window.num_counted, cell.load * (window.end_s - window.start_s)) if is_rate else ()
     return replace(point, paid=_paid(finished, window), warnings=warnings), finished
+
+
+def idle_seconds(
+    shape: ClusterShape, settings: SimSettings, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int
+) -> float:
+    """Return the time of a request that is alone in the cluster, whose cache has so many tokens of its prompt.
+
+    Computing the rest of the prompt and every further token takes steps of its own; messages take their latency, and
+    the KV moves while the prompt is computed.
+    """
+    num_before = num_cached_tokens // shape.block_size * shape.block_size
+    seconds = 2 * settings.network.latency_s
+    while num_before < num_prompt_tokens:
+        num_tokens = min(shape.max_step_tokens, num_prompt_tokens - num_before)
+        pairs = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
+        seconds += settings.prefill.times.step_s(StepShape(num_prefill_tokens=num_tokens, num_prefill_pairs=pairs))
+        num_before += num_tokens
+    step_s, per_context_token_s = settings.decode.times.decode_line(1)
+    num_steps = num_output_tokens - 1
+    context = num_steps * num_prompt_tokens + num_steps * (num_steps + 1) // 2
+    return seconds + num_steps * step_s + context * per_context_token_s
 
 
 def _paid(finished: SimRun, window: Window) -> PaidWorkers:
@@ -194,6 +125,8 @@ def _warnings(num_counted: int, num_expected: float) -> tuple[str, ...]:
 
 
 def _sample_interval_s(workload: Workload, load: float) -> float:
+    if math.isinf(workload.duration_s):
+        return _SAMPLE_S
     expected_s = workload.duration_s
     if workload.max_requests is not None:
         expected_s = min(expected_s, workload.max_requests / load)
@@ -277,16 +210,18 @@ class SimulatedBench:
 
     def seconds(self, num_cells: int, num_starts: int) -> float:
         """Return the approximate time of so many cells; starts take none."""
-        num_requests = statistics.fmean(load * self._duration_s(load) for load in self._spec.loads)
-        return num_cells * num_requests / _REQUESTS_PER_S
+        counts = (self._workloads.num_requests(load, seconds=self._duration_s(load)) for load in self._spec.loads)
+        known = [count for count in counts if count is not None]
+        return num_cells * statistics.fmean(known) / _REQUESTS_PER_S if known else 0.0
 
     def _duration_s(self, load: float) -> float:
         """Return the time in which requests arrive, including the warm-up: longer at low loads, for enough of them."""
-        return self._spec.warm_up_s + max(self._spec.duration_s, self._spec.simulate.min_requests / load)
+        least_s = self._spec.simulate.min_requests / load if self._workloads.load_unit is LoadUnit.REQUESTS else 0.0
+        return self._spec.warm_up_s + max(self._spec.duration_s, least_s)
 
     def _measure(self, plan: ArmPlan, cell: Cell, folder: Path) -> Point:
         workload = self._workloads.simulated(cell, seconds=self._duration_s(cell.load))
-        point, finished = simulate_point(plan, workload, self._spec, cell)
+        point, finished = simulate_point(plan, workload, self._spec, cell, load_unit=self._workloads.load_unit)
         write_requests(folder / "requests.jsonl", finished.requests)
         write_json(folder / "workers.json", [asdict(worker) for worker in finished.workers])
         write_json(folder / CLOCK_FILE, asdict(finished.clock))

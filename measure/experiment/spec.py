@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from common.config import SloConfig
 from common.slo import Slo
+from measure.experiment.points import Goals, LoadUnit
+from measure.load.session_figures import STRETCH
 from measure.simulate.planners import planning_by
 from measure.simulate.routers import policy_names
 from measure.workload.spec import PositiveFloat, read_yaml
@@ -230,7 +232,7 @@ class ExperimentSpec(_Section):
     workload: Inline
     """Workload, inline or a path."""
     loads: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
-    """Mean requests per second."""
+    """Mean requests per second; in a workload of closed loops alone, sessions at a time."""
     repeats: Annotated[int, Field(ge=1)] = 3
     duration_s: PositiveFloat = 60.0
     """Measured time of a cell."""
@@ -242,6 +244,8 @@ class ExperimentSpec(_Section):
     seed: Annotated[int, Field(ge=0)] = 0
     slo: SloConfig = SloConfig()
     """Objectives that every request states and a good one meets."""
+    stretch: PositiveFloat = STRETCH
+    """Stretch of a good session: its waiting by that on an idle server."""
     capacity: CapacitySpec = CapacitySpec()
     simulate: SimulateSpec = SimulateSpec()
 
@@ -249,6 +253,10 @@ class ExperimentSpec(_Section):
     def objectives(self) -> Slo:
         """Objectives for figures."""
         return Slo(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s, ttft_tokens=self.slo.ttft_tokens)
+
+    def goals(self, load_unit: LoadUnit) -> Goals:
+        """Return what is good, with the unit of the workload's loads."""
+        return Goals(slo=self.objectives, stretch=self.stretch, load_unit=load_unit)
 
     def for_simulation(self) -> "ExperimentSpec":
         """Return the experiment with the changes of its `simulate` section, without external servers."""

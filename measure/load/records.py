@@ -96,6 +96,18 @@ class ServerReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlace:
+    """A request's place in its session, as planned."""
+
+    num_turns: int
+    """Requests of the session."""
+    think_s: float
+    """Time from the last of the answers that it waited for, or from the session's begin, to its due time."""
+    idle_s: float | None = None
+    """Time that an idle server would take, with the session's text so far in its cache; None: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """One request: when it was due, when it was sent, and when each piece of its answer came."""
 
@@ -122,6 +134,8 @@ class RequestRecord:
     num_prompt_tokens: int
     """Count of the server where it reports one, else as planned."""
     num_wanted_tokens: int
+    place: SessionPlace | None = None
+    """None: it is a session of its own."""
     server: ServerReport = field(default_factory=ServerReport)
 
     @property

@@ -19,6 +19,7 @@ from kvrelay.v1 import inference_pb2
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.simulate.executor import KnownAnswer
 from measure.simulate.loop import VirtualLoop
+from measure.simulate.policies.affinity import id_in_session
 from measure.simulate.records import Arrival, SimSettings
 from measure.simulate.tokens import TokenLog
 from router.parts import RouterParts
@@ -53,7 +54,8 @@ class SimClient:
     async def ask(self, arrival: Arrival, index: int) -> RequestRecord:
         """Send one request and return its record when it has ended."""
         router, settings = self._router, self._settings
-        life = LifeCycle(mint_request_id(), router.clock)
+        session = index if arrival.session is None else arrival.session
+        life = LifeCycle(id_in_session(mint_request_id(), session), router.clock)
         life.end_within(settings.timeout_s)
         request_id = life.request_id
         self._answers[request_id] = KnownAnswer(arrival.num_output_tokens, arrival.answer)
@@ -74,8 +76,9 @@ class SimClient:
         chunk_s = reply.token_times(self._log.take(request_id))
         return RequestRecord(
             index=index,
-            session=index if arrival.session is None else arrival.session,
+            session=session,
             turn=arrival.turn,
+            place=arrival.place,
             kind=arrival.kind,
             due_s=arrival.at_s,
             sent_s=arrival.at_s,
@@ -232,8 +235,7 @@ class Crowd:
             self._records[record.index] = record
             if self._progress is not None:
                 self._progress(len(self._records))
-            following = None if arrival.follow_up is None else arrival.follow_up(record)
-            if following is not None:
+            for following in () if arrival.follow_up is None else arrival.follow_up(record):
                 self._num_to_come += 1
                 self._loop.call_at(self._begin_s + following.at_s, self._follow, following)
         if not self._running and not self._num_to_come:

@@ -10,7 +10,7 @@ import numpy as np
 from cluster.planner.plan import Planner, Pool
 from common.config import RouterConfig
 from common.slo import Slo
-from measure.load.records import PoolSample, RequestRecord
+from measure.load.records import PoolSample, RequestRecord, SessionPlace
 from measure.simulate.timing import WindowPageSize, WorkerSpeed
 from router.parts import Substitutes
 from router.tenants import ANYBODY, Tenant
@@ -162,15 +162,17 @@ class Arrival:
     """Number of its session; None: a session of its own."""
     turn: int = 0
     """Position in its session."""
+    place: SessionPlace | None = None
+    """None: a session of its own."""
     ttft_slo_s: float = float("inf")
     """Objective that the client states."""
     kind: str = ""
     """Kind by which figures are grouped."""
     tenant: Tenant = ANYBODY
     """Sender, whose share and limits apply and whose salt keeps its KV apart."""
-    follow_up: "Callable[[RequestRecord], Arrival | None] | None" = None
-    """Called when the request has ended, however that was. Returns the request that follows from it, at its end or
-    later, or None."""
+    follow_up: "Callable[[RequestRecord], Sequence[Arrival]] | None" = None
+    """Called when the request has ended, however that was. Returns the requests that follow from it, at its end or
+    later."""
 
 
 @dataclass(slots=True, kw_only=True)

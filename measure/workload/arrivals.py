@@ -63,6 +63,11 @@ class RateProfile:
         place = bisect.bisect_right(self.points, until_s, key=lambda point: point[0]) - 1
         return self._expected[place] + self._area(place, until_s)
 
+    def mean_rate(self, duration_s: float | None) -> float:
+        """Return the mean rate over a time; None: until it is constant."""
+        over_s = self.changes_until_s if duration_s is None else duration_s
+        return self.expected(over_s) / over_s if over_s else self.last_rate
+
     def when(self, expected: float) -> float:
         """Return Λ⁻¹, the time until which `expected` arrivals are expected; infinite when there is none."""
         place = bisect.bisect_right(self._expected, expected) - 1

@@ -1,26 +1,24 @@
-"""Builds the workload of a specification: sessions from distributions, or from a trace.
+"""Builds the workload of a specification: sessions from distributions, from a trace, or recorded.
 
 Every session has its own random generator, seeded by the workload's seed, the stream's name and the session's number.
 Its requests do not depend on its start, so the same sessions come at every load, and other streams do not change them.
 Arrivals have another generator.
-
-Contents have unique numbers: (counter · 3 + sort) · streams + position of the stream, where the sort distinguishes a
-session's own texts, shared prefixes and blocks of a trace.
 """
 
 import bisect
-import enum
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from random import Random
 
 from measure.workload.arrivals import arrival_times
+from measure.workload.drawing import Drawing, Sort
+from measure.workload.recorded import Recorded
 from measure.workload.sessions import Segment, Session, Stream, Turn, Workload
 from measure.workload.spec import (
     PrefixSpec,
+    RecordedStreamSpec,
     SessionStreamSpec,
     StreamSpec,
     TraceStreamSpec,
@@ -31,42 +29,6 @@ from measure.workload.traces import read_trace
 from measure.workload.waves import Day, in_stages, over_a_day, repeated
 
 _MAX_TURNS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """Parameters for drawing the sessions of a stream."""
-
-    seed: int
-    position: int
-    num_streams: int
-    speed: float
-    """Factor on the specified rate of arrivals."""
-    duration_s: float
-    """Time after which no session begins; infinity: no limit."""
-    max_requests: float
-    """Requests of the stream after which no session begins."""
-
-    def random(self, name: str, purpose: str, number: int = 0) -> Random:
-        """Return a random generator that depends only on the seed and the arguments."""
-        key = f"{self.seed}\0{name}\0{purpose}\0{number}".encode()
-        return Random(int.from_bytes(blake2b(key, digest_size=16).digest()))
-
-    def content(self, sort: "Sort", counter: int) -> int:
-        """Return the number of a content."""
-        return (counter * len(Sort) + sort) * self.num_streams + self.position
-
-    def index(self, number: int) -> int:
-        """Return the index of the stream's session with this number."""
-        return number * self.num_streams + self.position
-
-
-class Sort(enum.IntEnum):
-    """Sort of a content."""
-
-    OWN = 0
-    PREFIX = 1
-    BLOCK = 2
 
 
 class Synthetic:
@@ -81,10 +43,7 @@ class Synthetic:
         """Return the mean rate of the sessions times their mean number of turns; 0 in a closed loop."""
         if self._spec.arrivals is None:
             return 0.0
-        profile = self._spec.arrivals.profile
-        over_s = profile.changes_until_s if duration_s is None else duration_s
-        sessions_per_s = profile.expected(over_s) / over_s if over_s else profile.last_rate
-        return sessions_per_s * self._spec.turns.mean_count
+        return self._spec.arrivals.profile.mean_rate(duration_s) * self._spec.turns.mean_count
 
     def last_start_s(self, speed: float) -> float:
         """Return when the rate falls to 0 for good; infinity when it never does."""
@@ -191,21 +150,26 @@ class Replay:
             yield Session(index=drawing.index(number), kind=self.name, start_s=start_s, turns=(turn,))
 
 
-SessionSource = Synthetic | Replay
+SessionSource = Synthetic | Replay | Recorded
 
 
 def build_workload(spec: WorkloadSpec, *, load: float | None = None, seed: int | None = None) -> Workload:
     """Return the workload of a specification; its sessions are drawn during iteration, the same each time.
 
     `load` scales all open-loop arrivals, traces included, to a mean number of requests per second in total, later turns
-    counted. Sessions are the same at every load and only begin at other times. `seed` replaces that of the
-    specification. Raises WorkloadError for a load that cannot be reached; TraceError, OSError for an unreadable trace.
+    counted; in a workload of closed loops alone, it is the number of sessions at any time. Sessions are the same at
+    every load and only begin at other times. `seed` replaces that of the specification. Raises WorkloadError for a load
+    that cannot be reached; TraceError, OSError for an unreadable trace.
     """
     sources = [_source(stream) for stream in spec.streams]
-    speed = 1.0 if load is None else _speed(spec, sources, load)
+    is_closed = all(source.concurrency is not None for source in sources)
+    speed = 1.0 if load is None else _places(spec, sources, load) if is_closed else _speed(spec, sources, load)
     seed = spec.seed if seed is None else seed
     streams = []
     for position, source in enumerate(sources):
+        places = source.concurrency
+        if places is not None and is_closed:
+            places = max(1, round(places * speed))
         drawing = Drawing(
             seed=seed,
             position=position,
@@ -213,9 +177,9 @@ def build_workload(spec: WorkloadSpec, *, load: float | None = None, seed: int |
             speed=speed,
             duration_s=math.inf if spec.duration_s is None else spec.duration_s,
             max_requests=math.inf if spec.max_requests is None else spec.max_requests,
+            concurrency=places,
         )
-        sessions = _Sessions(source, drawing)
-        streams.append(Stream(kind=source.name, sessions=sessions, concurrency=source.concurrency))
+        streams.append(Stream(kind=source.name, sessions=_Sessions(source, drawing), concurrency=places))
     return Workload(
         name=spec.name,
         content=spec.content,
@@ -238,7 +202,12 @@ class _Sessions:
 
 
 def _source(stream: StreamSpec) -> SessionSource:
-    return Replay(stream) if isinstance(stream, TraceStreamSpec) else Synthetic(stream)
+    match stream:
+        case TraceStreamSpec():
+            return Replay(stream)
+        case RecordedStreamSpec():
+            return Recorded(stream)
+    return Synthetic(stream)
 
 
 def _request_rate(spec: WorkloadSpec, sources: list[SessionSource]) -> float:
@@ -258,6 +227,13 @@ def _speed(spec: WorkloadSpec, sources: list[SessionSource], load: float) -> flo
         what = "it has no open-loop arrivals" if rate == 0 else "all requests of its trace come at once"
         raise WorkloadError(f"{spec.name}: cannot be scaled to {load:g} requests/s: {what}")
     return load / rate
+
+
+def _places(spec: WorkloadSpec, sources: list[SessionSource], load: float) -> float:
+    """Return the factor on the closed loops' sessions."""
+    if not 1 <= load < math.inf:
+        raise WorkloadError(f"{spec.name}: its load must be a number of sessions at a time, at least 1, not {load:g}")
+    return load / sum(source.concurrency or 0 for source in sources)
 
 
 def _duration_s(spec: WorkloadSpec, sources: list[SessionSource], speed: float) -> float:

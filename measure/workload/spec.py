@@ -124,7 +124,7 @@ class SessionStreamSpec(_Section):
     @model_validator(mode="after")
     def _check(self) -> "SessionStreamSpec":
         if (self.arrivals is None) == (self.concurrency is None):
-            raise ValueError("must have one of arrivals (open loop), concurrency (closed loop) and trace")
+            raise ValueError("must have one of arrivals (open loop), concurrency (closed loop), trace and sessions")
         if self.turn_tokens is None and self.turns.most > 1:
             raise ValueError(f"turn_tokens: missing; with turns: {self.turns} sessions have later turns")
         return self
@@ -160,13 +160,61 @@ class TraceStreamSpec(_Section):
     trace: TraceSpec
 
 
+class RecordedSpec(_Section):
+    """Recorded sessions to replay."""
+
+    path: Path
+    """A file or folder of sessions (docs/loadtest.md); relative to the file that names it."""
+    shrink: Annotated[int, Field(ge=1)] = 1
+    """Divisor of all lengths."""
+    speed: PositiveFloat = 1.0
+    """Divisor of the times that tools and persons take."""
+    max_pause_s: PositiveFloat | None = None
+    """Longest of these times, after the division; default: as recorded."""
+    skip: Annotated[int, Field(ge=0)] = 0
+    """Number of sessions at the beginning that are not replayed."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Number of sessions to replay, of those that are short enough; default: all."""
+    longest: Annotated[int, Field(ge=1)] | None = None
+    """Sessions with a longer prompt or answer, in tokens of the recording, are left out."""
+    turns: Annotated[int, Field(ge=1)] | None = None
+    """Number of requests of a session, from its first; default: all."""
+    shares_tools: bool = False
+    """Whether sessions with the same tools and system prompts begin alike, as they do in production."""
+
+
+class RecordedStreamSpec(_Section):
+    """Recorded sessions, each a closed loop."""
+
+    name: Annotated[str, Field(min_length=1)]
+    sessions: RecordedSpec
+    arrivals: ArrivalsSpec | None = None
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    """A closed loop: number of sessions at any time, until all have been played."""
+    ramp_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Time in which the first sessions of a closed loop begin, one after the other."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RecordedStreamSpec":
+        if (self.arrivals is None) == (self.concurrency is None):
+            raise ValueError("must have one of arrivals (open loop) and concurrency (closed loop)")
+        return self
+
+
 def _stream_tag(raw: Any) -> str:
-    has_trace = "trace" in raw if isinstance(raw, Mapping) else isinstance(raw, TraceStreamSpec)
-    return "<trace>" if has_trace else "<sessions>"
+    for key, tag, kind in (
+        ("trace", "<trace>", TraceStreamSpec),
+        ("sessions", "<recorded>", RecordedStreamSpec),
+    ):
+        if key in raw if isinstance(raw, Mapping) else isinstance(raw, kind):
+            return tag
+    return "<sessions>"
 
 
 StreamSpec = Annotated[
-    Annotated[SessionStreamSpec, Tag("<sessions>")] | Annotated[TraceStreamSpec, Tag("<trace>")],
+    Annotated[SessionStreamSpec, Tag("<sessions>")]
+    | Annotated[TraceStreamSpec, Tag("<trace>")]
+    | Annotated[RecordedStreamSpec, Tag("<recorded>")],
     Discriminator(_stream_tag),
 ]
 
@@ -200,8 +248,8 @@ class WorkloadSpec(_Section):
         return self
 
 
-def _is_endless(stream: SessionStreamSpec | TraceStreamSpec) -> bool:
-    if isinstance(stream, TraceStreamSpec):
+def _is_endless(stream: SessionStreamSpec | TraceStreamSpec | RecordedStreamSpec) -> bool:
+    if not isinstance(stream, SessionStreamSpec):
         return False
     return stream.arrivals is None or stream.arrivals.profile.last_rate > 0
 
@@ -238,13 +286,14 @@ def parse_workload(raw: object, *, source: str, folder: Path | None = None) -> W
 
 
 def _located(spec: WorkloadSpec, folder: Path) -> WorkloadSpec:
-    streams = tuple(
-        stream.model_copy(update={"trace": stream.trace.model_copy(update={"path": folder / stream.trace.path})})
-        if isinstance(stream, TraceStreamSpec)
-        else stream
-        for stream in spec.streams
-    )
-    return spec.model_copy(update={"streams": streams})
+    def located(stream: StreamSpec) -> StreamSpec:
+        for key in ("trace", "sessions"):
+            file = getattr(stream, key, None)
+            if file is not None:
+                return stream.model_copy(update={key: file.model_copy(update={"path": folder / file.path})})
+        return stream
+
+    return spec.model_copy(update={"streams": tuple(map(located, spec.streams))})
 
 
 def _type_name(raw: object) -> str:

@@ -55,6 +55,64 @@ def test_simulate_with_bound_tells_how_much_of_it_each_policy_reaches(run: Run, 
     assert "bound" not in run(*arguments[:-1], "-o", "out").stdout
 
 
+def write_sessions(folder: Path, num_sessions: int) -> str:
+    """Write sessions of three requests, with a sub-agent beside the second one."""
+    requests = [
+        {"t": 0, "in": 2100, "out": 30, "think_s": 0, "api_s": 1, "new": []},
+        {"t": 3, "in": 700, "out": 20, "think_s": None, "api_s": 1, "agent": "a", "new": []},
+        {"t": 5, "in": 3000, "out": 25, "think_s": 4, "api_s": 1, "like": [0, 32], "new": []},
+        {"t": 9, "in": 3200, "out": 25, "think_s": 3, "api_s": 1, "like": [2, 46], "new": []},
+    ]
+    path = folder / "sessions.jsonl"
+    path.write_text("".join(json.dumps({"session": f"s{n}", "requests": requests}) + "\n" for n in range(num_sessions)))
+    return str(path)
+
+
+def test_simulate_plays_sessions_as_closed_loops_and_says_how_they_went(run: Run, folder: Path) -> None:
+    arguments = ("simulate", "-t", write_sessions(folder, 6), "-w", "1P1D", "--block-size", "64", "--ramp", "2")
+    result = run(*arguments, "--sessions", "1,3", "-p", "predictive,session_affinity,lmetric", "-o", "out")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("6 of 6") == 6
+    points = list(Store(folder / "out").points())
+    for point in points:
+        assert point.sessions is not None
+        assert point.sessions.num_good == 6
+        assert point.sessions.stretch is not None
+    alone = next(point.sessions for point in points if point.load == 1 and point.arm.name == "predictive")
+    assert alone is not None
+    assert alone.stretch is not None
+    assert alone.stretch.p50 == pytest.approx(1.0, abs=0.05)
+    page = (folder / "out" / "report.html").read_text()
+    assert "Interactivity and throughput" in page
+    assert "Capacity for each" not in page
+    again = run(*arguments, "--per-hour", "600", "-p", "predictive", "-o", "hourly")
+    assert again.exit_code == 0, again.output
+    assert "600 sessions/h" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --sessions N"),
+        (("--sessions", "1", "--per-hour", "2"), "give --sessions N"),
+        (("--sessions", "1", "-s", "1,2"), "--speed divides the pauses of sessions"),
+        (("--sessions", "1", "--bound"), "--bound is for traces"),
+        (("--sessions", "1", "--longest", "10"), "short enough"),
+    ],
+)
+def test_simulate_refuses_options_that_sessions_do_not_have(
+    run: Run, folder: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = run("simulate", "-t", write_sessions(folder, 1), "-p", "round_robin", "-o", "out", *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr.replace("\n", " ")
+
+
+def test_simulate_refuses_options_for_sessions_with_a_trace_of_requests(run: Run) -> None:
+    result = run("simulate", "-t", SMALL, "-p", "round_robin", "-o", "out", "--sessions", "3")
+    assert "has no sessions" in result.stderr.replace("\n", " ")
+
+
 def test_simulate_aggregated_puts_all_workers_in_one_pool(run: Run, folder: Path) -> None:
     result = run("simulate", "-t", SMALL, "-n", "8", "-p", "round_robin", "-w", "1P1D", "--aggregated", "-o", "out")
     assert result.exit_code == 0, result.output

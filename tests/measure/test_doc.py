@@ -13,7 +13,15 @@ from pydantic.fields import FieldInfo
 from measure.experiment.points import Source
 from measure.experiment.prepare import Choices, prepare
 from measure.experiment.spec import CapacitySpec, ExperimentSpec, ExternalSpec, Shape, SimulateSpec
-from measure.workload.spec import ArrivalsSpec, PrefixSpec, SessionStreamSpec, TraceSpec, WorkloadSpec, parse_workload
+from measure.workload.spec import (
+    ArrivalsSpec,
+    PrefixSpec,
+    RecordedSpec,
+    SessionStreamSpec,
+    TraceSpec,
+    WorkloadSpec,
+    parse_workload,
+)
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _DOC = (_DOCS / "loadtest.md").read_text(encoding="utf-8")
@@ -60,6 +68,9 @@ def test_doc_lists_every_key_of_a_workload_with_its_default() -> None:
         *keys(PrefixSpec, "streams.prefix."),
         ("streams.trace", "null"),
         *keys(TraceSpec, "streams.trace."),
+        ("streams.sessions", "null"),
+        ("streams.ramp_s", "0.0"),
+        *keys(RecordedSpec, "streams.sessions."),
     ]
     assert dict(_ROW.findall(_WORKLOADS)) == dict(expected)
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from common.errors import Refused
+from measure.simulate.policies.affinity import SessionAffinity
 from measure.simulate.policies.aibrix import AibrixDecode, AibrixPrefill, AibrixWhole
 from measure.simulate.policies.dynamo import DECODE, PREFILL, WHOLE, DynamoLinear, DynamoLmetric
 from measure.simulate.policies.greedy import Greedy
 from measure.simulate.policies.llm_d import DISAGGREGATED, NON_CACHED_TOKENS, UNIFIED, LlmD
+from measure.simulate.policies.lmetric import Lmetric
 from measure.simulate.policies.mooncake import Mooncake
 from measure.simulate.policies.ray_prefix import RayPrefix
 from measure.simulate.policies.sglang import CacheAware, CacheAwareEvents
@@ -61,6 +63,11 @@ SIMULATED_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
         "sglang_cache_aware_events": _sglang(CacheAwareEvents),
         "dynamo": _DYNAMO,
         "dynamo_lmetric": _dynamo(DynamoLmetric),
+        "lmetric": pooled(
+            lambda rng: Lmetric(computes=True, rng=rng),
+            decode=lambda rng: Lmetric(computes=False, rng=rng),
+        ),
+        "session_affinity": pooled(lambda _rng: SessionAffinity()),
         "llm_d": pooled(
             lambda rng: LlmD(UNIFIED, rng=rng),
             lambda rng: LlmD(DISAGGREGATED, rng=rng),

@@ -83,7 +83,9 @@ def test_session_too_large_for_a_workers_pages_is_refused_before_the_start(run: 
     file.write_text(yaml.safe_dump(raw), encoding="utf-8")
     result = run("experiment", "run", str(file), "--out", "out")
     assert result.exit_code == 1
-    assert "its longest session has 204 tokens, answers included; a decode worker has 10 pages of 16" in result.stderr
+    assert (
+        "its longest request has 204 tokens, the answer included; a decode worker has 10 pages of 16" in result.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ NUM_REQUESTS = 20
 
 
 def make_replay(
-    *policies: str, num_requests: int = NUM_REQUESTS, speeds: tuple[float, ...] = (1.0,), **simulate: Any
+    *policies: str, num_requests: int = NUM_REQUESTS, loads: tuple[float, ...] = (1.0,), **simulate: Any
 ) -> Replay:
     """Return a replay on 1P2D; extra arguments are keys of `simulate`, and `block_size` and `num_blocks` of pools."""
     pool = {"block_size": simulate.pop("block_size", 512), "num_blocks": simulate.pop("num_blocks", 400)}
@@ -28,7 +28,7 @@ def make_replay(
     return Replay(
         trace=SMALL,
         num_requests=num_requests,
-        speeds=speeds,
+        loads=loads,
         policies=policies or ("round_robin", "predictive"),
         serving=parse_config({"launcher": "local", "pools": pools}, source="test"),
         simulate=SimulateSpec.model_validate(simulate),
@@ -54,14 +54,14 @@ def test_two_runs_are_equal_byte_for_byte_in_one_process_and_in_two(tmp_path: Pa
 
 
 def test_every_request_of_the_trace_has_one_result_at_every_speed(tmp_path: Path) -> None:
-    run(make_replay("round_robin", speeds=(0.7, 3.0)), tmp_path)
+    run(make_replay("round_robin", loads=(0.7, 3.0)), tmp_path)
     slow, fast = Store(tmp_path).points()
     assert fast.load / slow.load == pytest.approx(3.0 / 0.7)
     for point, speed in ((slow, 0.7), (fast, 3.0)):
         requests = list(read_requests(Store(tmp_path).folder(point.source, point.cell) / "requests.jsonl"))
         assert [request.index for request in requests] == list(range(NUM_REQUESTS))
         assert point.overall.num_requests == NUM_REQUESTS
-        trace = make_replay(speeds=(speed,)).experiment().workloads.simulated(point.cell, seconds=0).streams[0]
+        trace = make_replay(loads=(speed,)).experiment().workloads.simulated(point.cell, seconds=0).streams[0]
         assert [request.due_s for request in requests] == [session.start_s for session in trace.sessions]
 
 

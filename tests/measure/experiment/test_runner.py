@@ -136,7 +136,7 @@ def test_run_says_beforehand_how_long_it_takes(tmp_path: Path) -> None:
     run_cells(cells[:1], PLANS, keeper(tmp_path), FakeBench())
     run_cells(cells, PLANS, keeper(tmp_path, lines), FakeBench())
     assert lines[0] == "1 runs, about 2 s; 1 are kept from earlier"
-    assert lines[1].startswith("[1/1] two at 1/s: 1.00 good requests/s (100.0% of 100), p99 TTFT 0.50 s")
+    assert lines[1].startswith("[1/1] two at 1 requests/s: 1.00 good requests/s (100.0% of 100), p99 TTFT 0.50 s")
 
 
 def test_search_uses_what_was_measured_before_and_starts_the_arm_only_for_the_rest(tmp_path: Path) -> None:

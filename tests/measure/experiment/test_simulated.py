@@ -1,5 +1,6 @@
 """A workload's sessions as requests of a simulation."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from common.slo import Slo
 from measure.experiment.arms import ArmPlan
 from measure.experiment.points import Arm, Cell, Point
 from measure.experiment.runner import CellFailed
-from measure.experiment.simulated import Users, simulate_point
+from measure.experiment.simulated import simulate_point
 from measure.experiment.spec import ExperimentSpec, SimulatedArm
+from measure.experiment.users import Users
 from measure.load.records import Outcome
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, SimRun
@@ -85,12 +87,13 @@ def test_closed_loop_begins_a_session_when_one_has_ended() -> None:
 def test_place_of_a_refused_session_is_taken_later_so_that_time_passes() -> None:
     stream = Stream(kind="chat", sessions=[make_session(n) for n in range(5)], concurrency=1)
     users = Users(make_workload(stream, duration_s=3.5), slo=SLO)
-    arrival: Arrival | None = next(users.arrivals())
+    following: Sequence[Arrival] = list(users.arrivals())
     times = []
-    while arrival is not None:
+    while following:
+        (arrival,) = following
         times.append(arrival.at_s)
         assert arrival.follow_up is not None
-        arrival = arrival.follow_up(make_failure(0, Outcome.REFUSED, due_s=arrival.at_s, end_s=arrival.at_s))
+        following = arrival.follow_up(make_failure(0, Outcome.REFUSED, due_s=arrival.at_s, end_s=arrival.at_s))
     assert times == [0.0, 1.0, 2.0, 3.0]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.slo import Slo
 from common.timing import StepModel, StepShape, TimingModel
 from measure.experiment.replay import trace_workload
-from measure.experiment.simulated import Users
+from measure.experiment.users import Users
 from measure.figures import summarize
 from measure.simulate.bound import Bound, BoundFleet, goodput_bound
 from measure.simulate.bound_work import owned_from

@@ -121,7 +121,7 @@ def test_requests_that_follow_from_others_are_recorded_in_order_of_arrival() -> 
             at_s=at_s,
             prompt=array("I", [num_left] * 40),
             num_output_tokens=5,
-            follow_up=lambda result: ask(result.end_s + 0.5, num_left - 1) if num_left else None,
+            follow_up=lambda result: [ask(result.end_s + 0.5, num_left - 1)] if num_left else [],
         )
 
     counts: list[int] = []

@@ -86,8 +86,8 @@ def test_wait_for_another_prefill_worker_is_predicted_under_an_open_load() -> No
 
 
 def test_wait_with_another_prefill_worker_is_predicted_for_the_same_clients() -> None:
-    def again(record: RequestRecord) -> Arrival | None:
-        return ask(record.end_s) if record.end_s < 3.0 else None
+    def again(record: RequestRecord) -> list[Arrival]:
+        return [ask(record.end_s)] if record.end_s < 3.0 else []
 
     def ask(at_s: float) -> Arrival:
         return Arrival(at_s=at_s, prompt=new_prompt(), num_output_tokens=1, follow_up=again)

@@ -7,7 +7,7 @@ import pytest
 
 from common.slo import Slo
 from kvrelay.client.events import Forecast
-from measure.experiment.points import Cell, Point, Source, point_of
+from measure.experiment.points import Cell, Goals, Point, Source, point_of
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.load.window import find_window
 from measure.simulate.records import SimRun
@@ -35,7 +35,7 @@ def served(*requests: RequestRecord) -> Point:
     window = find_window(requests, warm_up_s=0.0, cool_down_s=None)
     run = SimRun(requests=requests, workers=[], end_s=20.0, wall_s=1.0, choice_s=[])
     cell = Cell(arm="arm", load=1.0, repeat=0)
-    return point_of(run, window, arm=make_arm(0, 1), cell=cell, source=Source.SIMULATED, slo=SLO)
+    return point_of(run, window, arm=make_arm(0, 1), cell=cell, source=Source.SIMULATED, goals=Goals(slo=SLO))
 
 
 def refused(index: int) -> RequestRecord:

@@ -3,9 +3,13 @@
 Blocks have 16 tokens and the standard request 160, so 10 blocks of prompt and 11 pages. Workers have 1000 pages.
 """
 
+from dataclasses import replace
+
 import pytest
 
+from common.ids import RequestId
 from common.wire_names import PlanKind
+from measure.simulate.policies.affinity import id_in_session
 from router.placement.loads import ProjectedLoad
 from tests.router.fleets import choose, costs, decode_chosen, fleet, policy, request, worker
 
@@ -70,6 +74,45 @@ def test_dynamo_lmetric_multiplies() -> None:
     # d0: 13 * (14 + 1) = 195; d1: 11 * (15 + 1) = 176.
     plan = choose(policy("dynamo_lmetric"), request(cached={"d0": 2, "d1": 9}), fleet(*dynamo_workers("d")))
     assert (plan.answering, costs(plan)) == ("d1", {"d0": 195.0, "d1": 176.0})
+
+
+# lmetric
+
+
+def test_lmetric_multiplies_missing_tokens_by_the_batch() -> None:
+    # d0: (160 - 32) * 3 = 384; d1: (160 - 128) * 8 = 256; d2: 160 * 1.
+    workers = worker("d0", num_active_requests=2), worker("d1", num_active_requests=7), worker("d2")
+    plan = choose(policy("lmetric"), request(cached={"d0": 2, "d1": 8}), fleet(*workers))
+    assert (plan.answering, costs(plan)) == ("d2", {"d0": 384.0, "d1": 256.0, "d2": 160.0})
+
+
+def test_lmetric_disaggregated_decodes_where_the_batch_is_smallest() -> None:
+    workers = worker("p0"), worker("d0", num_active_requests=2), worker("d1", num_active_requests=1)
+    plan = choose(policy("lmetric"), request(cached={"d0": 8}), fleet(*workers))
+    assert (plan.prefill, plan.answering) == ("p0", "d1")
+
+
+# session_affinity
+
+
+def affine_worker(session: int, *names: str, turn: str = "req-1") -> str:
+    asked = replace(request(), request_id=id_in_session(RequestId(turn), session))
+    return choose(policy("session_affinity"), asked, fleet(*map(worker, names))).answering
+
+
+def test_affinity_keeps_a_session_on_its_worker_whatever_the_load_and_the_request() -> None:
+    names = [f"d{n}" for n in range(8)]
+    chosen = [affine_worker(session, *names) for session in range(400)]
+    assert chosen == [affine_worker(session, *names, turn="req-2") for session in range(400)]
+    assert all(30 <= chosen.count(name) <= 75 for name in names)
+
+
+def test_affinity_moves_only_the_sessions_of_a_worker_that_left() -> None:
+    names = [f"d{n}" for n in range(8)]
+    for session in range(200):
+        before = affine_worker(session, *names)
+        if before != "d3":
+            assert affine_worker(session, *(name for name in names if name != "d3")) == before
 
 
 @pytest.mark.parametrize("name", ["dynamo", "dynamo_lmetric"])

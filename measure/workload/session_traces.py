@@ -1,0 +1,234 @@
+"""Recorded sessions of agents: prompts that grow, pauses for tools and people, sub-agents beside their parents.
+
+The files have lengths, times and the prefixes that prompts share, and no text. Formats:
+
+- Packed sessions, JSON lines, `.jsonl` or `.jsonl.gz`: `requests` of a session with `t` (s), `in`, `out` (tokens),
+  `api_s`, `think_s`, `agent`; `like: [j, k]` are the first `k` blocks of request `j`, `new` the ids that follow.
+- kv-cache-tester, a `.json` file per session, or a folder of them: `requests` with `hash_ids`; entries of the type
+  `subagent` hold the requests of one.
+- Spans of OpenTelemetry, a `.json` file per session, or a folder of them (`measure.workload.span_traces`).
+
+A prompt that keeps all of an earlier one begins with its answer too, as far as it grew by that much. A request waits
+for the one before of its agent, the first of a sub-agent for the last answer of its parent before it, and the parent
+for sub-agents that had ended when it went on.
+"""
+
+import gzip
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from measure.workload.playing import cut_segment
+from measure.workload.sessions import Beginning, Segment, Turn
+from measure.workload.traces import TraceError
+
+BLOCK_SIZE = 64
+"""Tokens of a block id, where a file does not say."""
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSession:
+    """A session as recorded. The contents of its segments are small numbers, its own."""
+
+    name: str
+    num_tool_tokens: int
+    num_system_tokens: int
+    """Tokens of its first prompt that sessions with the same tools share in production."""
+    num_agents: int
+    turns: tuple[Turn, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class RecordedRequest:
+    """A request as a file describes it."""
+
+    at_s: float
+    """Time since its session began."""
+    end_s: float
+    """End of its answer."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    agent: str = ""
+    """Empty: the main agent."""
+    kept: Beginning
+    """Leading tokens of an earlier prompt."""
+    after: tuple[int, ...] | None = None
+    """Requests that it waits for; None: by the rule above."""
+    pause_s: float | None = None
+    """Time after the request before of its agent; None: as the times say."""
+
+
+class _Request(BaseModel):
+    t: _Seconds
+    num_in: PositiveInt = Field(alias="in")
+    out: NonNegativeInt
+    api_s: _Seconds | None = None
+    think_s: _Seconds | None = None
+    agent: str = ""
+
+
+class _Packed(_Request):
+    like: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+
+
+class _PackedSession(BaseModel):
+    session: str = ""
+    tool_tokens: NonNegativeInt | None = None
+    system_tokens: NonNegativeInt | None = None
+    requests: list[_Packed] = Field(min_length=1)
+
+
+def is_session_trace(path: Path) -> bool:
+    """Return whether a path holds recorded sessions, by its name or the keys of its first line. Raises OSError."""
+    if path.is_dir() or path.suffix.lower() in (".gz", ".json"):
+        return True
+    if path.suffix.lower() != ".jsonl":
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return '"requests"' in file.readline()
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """Return the files of a trace of sessions, in order: itself, or those of a folder."""
+    return tuple(sorted(path.glob("*.json"))) if path.is_dir() else (path,)
+
+
+def read_sessions(path: Path) -> Iterator[RecordedSession]:
+    """Yield the sessions of a file or folder, in its order. Raises TraceError, OSError."""
+    if path.suffix.lower() in (".jsonl", ".gz"):
+        yield from _packed(path)
+        return
+    raise TraceError(f"{path}: sessions are in .jsonl, .jsonl.gz or .json files")
+
+
+def _packed(path: Path) -> Iterator[RecordedSession]:
+    is_compressed = path.suffix.lower() == ".gz"
+    with gzip.open(path, "rt", encoding="utf-8") if is_compressed else path.open(encoding="utf-8") as file:
+        try:
+            for line, text in enumerate(file, start=1):
+                if text.strip():
+                    yield _packed_session(text, f"{path}:{line}")
+        except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+            raise TraceError(f"{path}: cannot be read: {error}") from None
+
+
+def _packed_session(text: str, where: str) -> RecordedSession:
+    read = checked(_PackedSession, text, where)
+    requests = []
+    for index, each in enumerate(read.requests):
+        j, k = each.like
+        if k and j >= index:
+            raise TraceError(f"{where}: requests.{index}.like: request {j} is not an earlier one")
+        requests.append(_recorded(each, Beginning(j, k * BLOCK_SIZE)))
+    return session_of(read.session or where, requests, tools=read.tool_tokens, system=read.system_tokens)
+
+
+def _recorded(each: _Request, kept: Beginning) -> RecordedRequest:
+    return RecordedRequest(
+        at_s=each.t,
+        end_s=each.t + (each.api_s or 0.0),
+        num_prompt_tokens=each.num_in,
+        num_output_tokens=max(1, each.out),
+        agent=each.agent,
+        kept=kept,
+        pause_s=each.think_s,
+    )
+
+
+def checked(kind: type[Any], text: str, where: str) -> Any:
+    """Return a model's value of a JSON text. Raises TraceError."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise TraceError(f"{where}: {'.'.join(map(str, first['loc'])) or 'session'}: {first['msg']}") from None
+
+
+# ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def session_of(
+    name: str, requests: Sequence[RecordedRequest], *, tools: int | None, system: int | None
+) -> RecordedSession:
+    """Return a session of requests, at least one, each after those that it waits for and begins with."""
+    turns: list[Turn] = []
+    ancestors: list[int] = []  # as bits
+    for index, request in enumerate(requests):
+        after = _after(requests, index) if request.after is None else request.after
+        known = 0
+        for turn in after:
+            known |= ancestors[turn] | 1 << turn
+        ancestors.append(known)
+        beginning, copied = _beginning(requests, turns, index, known)
+        num_new = request.num_prompt_tokens - beginning.num_tokens - sum(each.num_tokens for each in copied)
+        turns.append(
+            Turn(
+                segments=(*copied, Segment(index, num_new)),
+                num_output_tokens=request.num_output_tokens,
+                think_s=_pause_s(requests, index, after),
+                beginning=beginning,
+                after=after,
+            )
+        )
+    return RecordedSession(
+        name=name,
+        num_tool_tokens=tools or 0,
+        num_system_tokens=system or 0,
+        num_agents=len({request.agent for request in requests}),
+        turns=tuple(turns),
+    )
+
+
+def _after(requests: Sequence[RecordedRequest], index: int) -> tuple[int, ...]:
+    """Return the requests that one waits for, by the rule above."""
+    request, own = requests[index], requests[index].agent
+    before = next((i for i in reversed(range(index)) if requests[i].agent == own), None)
+    if before is None:
+        parents = [i for i in range(index) if not requests[i].agent and requests[i].end_s <= request.at_s]
+        return (max(parents, key=lambda i: requests[i].end_s),) if parents else () if index == 0 else (0,)
+    if own:
+        return (before,)
+    last_of = {requests[i].agent: i for i in range(before + 1, index) if requests[i].agent}
+    return (before, *(i for i in last_of.values() if requests[i].end_s <= request.at_s))
+
+
+def _pause_s(requests: Sequence[RecordedRequest], index: int, after: tuple[int, ...]) -> float:
+    request = requests[index]
+    if request.pause_s is not None and len(after) == 1 and requests[after[0]].agent == request.agent:
+        return request.pause_s
+    return max(0.0, request.at_s - max((requests[turn].end_s for turn in after), default=0.0))
+
+
+def _beginning(
+    requests: Sequence[RecordedRequest], turns: Sequence[Turn], index: int, ancestors: int
+) -> tuple[Beginning, tuple[Segment, ...]]:
+    """Return a prompt's beginning, and the segments after it that it has in common with a turn beside it."""
+    request, kept = requests[index], requests[index].kept
+    most = request.num_prompt_tokens - 1  # a prompt has something of its own
+    if not kept.num_tokens:
+        return Beginning(0, 0), ()
+    source = requests[kept.turn]
+    num_tokens = kept.num_tokens
+    if num_tokens > source.num_prompt_tokens - BLOCK_SIZE:  # all of its full blocks
+        whole = source.num_prompt_tokens + source.num_output_tokens
+        num_tokens = whole if whole <= most else source.num_prompt_tokens
+    kept, copied = Beginning(kept.turn, min(num_tokens, most)), tuple[Segment, ...]()
+    while kept.num_tokens and not ancestors >> kept.turn & 1:
+        beside = turns[kept.turn]
+        assert beside.beginning is not None, "it was read here"
+        copied = (*_cut(beside.segments, kept.num_tokens - beside.beginning.num_tokens), *copied)
+        kept = Beginning(beside.beginning.turn, min(kept.num_tokens, beside.beginning.num_tokens))
+    return kept, copied
+
+
+def _cut(segments: Sequence[Segment], num_tokens: int) -> tuple[Segment, ...]:
+    found = []
+    for segment in segments:
+        if num_tokens > 0:
+            found.append(cut_segment(segment, min(num_tokens, segment.num_tokens)))
+            num_tokens -= segment.num_tokens
+    return tuple(found)
