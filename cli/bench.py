@@ -20,7 +20,15 @@ from cli.bench_options import (
     served_objectives,
 )
 from cli.bench_results import compare, measure, report, show
-from cli.bench_workload import Limits, SessionOptions, TraceOption, TraceReplayOptions, WorkloadOption, workload_spec
+from cli.bench_workload import (
+    Limits,
+    RecordedOptions,
+    SessionOptions,
+    TraceOption,
+    TraceReplayOptions,
+    WorkloadOption,
+    workload_spec,
+)
 from cli.console import Progress, err
 from cli.errors import EXIT_INTERRUPTED, CliError
 from cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption, options_from_dataclasses
@@ -60,7 +68,8 @@ class ServerOptions:
             "-T",
             metavar="URL",
             envvar="KVRELAY_TARGET",
-            help="HOST:PORT of a kvrelay router, or http(s)://HOST[:PORT]/v1 of any OpenAI-compatible server;"
+            help="HOST:PORT of a kvrelay router, or http(s)://HOST[:PORT]/v1 of any OpenAI-compatible server,"
+            " anthropic+http(s)://… of one with Anthropic's API;"
             " default: the cluster that `kvrelay up` started.",
             show_default=False,
         ),
@@ -140,6 +149,7 @@ def run(
     limits: Limits,
     trace: TraceOption = None,
     replay: TraceReplayOptions,
+    recorded: RecordedOptions,
     criteria: Criteria,
     check: CheckOption = None,
     sending: Sending,
@@ -152,6 +162,7 @@ def run(
     kvrelay bench run --rate 4 --duration 120 --ttft 0.5 --tpot 0.05
     kvrelay bench run -k 16 --turns 6 --prefix-tokens 300  sixteen chats at any time
     kvrelay bench run --trace conversation.jsonl --shrink 16 --load 2
+    kvrelay bench run --trace sessions.jsonl.gz --shrink 32 -k 8 --content chat
     kvrelay bench run -T http://127.0.0.1:8000/v1 -w chats.yaml --check 0.99
 
     Requests are sent when they are due, whether or not others have been answered,
@@ -165,7 +176,7 @@ def run(
     from measure.workload.build import build_workload
 
     labels = _labels(sending.label or [])
-    specification = workload_spec(workload, trace, shape, replay, limits)
+    specification = workload_spec(workload, trace, shape, replay, recorded, limits)
     judgement = criteria.judgement(served_objectives(server.config_path), check)
     name = labels.pop("name", specification.name)
     scaled = {} if limits.load is None else {"load": limits.load}

@@ -40,6 +40,8 @@ class Judgement:
     warm_up_s: float | None
     cool_down_s: float | None
     required_share: float | None
+    stretch: float
+    idle: Path | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,17 @@ class Criteria:
         ),
     ] = None
 
+    stretch: Annotated[float, objective("--stretch", min=1, help="Stretch within which a session is good.")] = 2.0
+    idle: Annotated[
+        Path | None,
+        objective(
+            "--idle",
+            metavar="DIR",
+            help="A run of the same sessions with --concurrency 1, whose times stretches are relative to.",
+            show_default=False,
+        ),
+    ] = None
+
     def judgement(self, defaults: "Slo", required_share: float | None = None) -> Judgement:
         """Return what these options ask for; objectives that are not given are those of `defaults`."""
         given = {"ttft_s": self.ttft, "ttft_tokens": self.ttft_tokens, "tpot_s": self.tpot}
@@ -98,6 +111,8 @@ class Criteria:
             warm_up_s=self.warm_up,
             cool_down_s=self.cool_down,
             required_share=required_share,
+            stretch=self.stretch,
+            idle=self.idle,
         )
 
 

@@ -65,10 +65,21 @@ def measure(spec: "LoadSpec", folder: Path) -> "tuple[Run, bool]":
 
 
 def judge(measured: "Run", judgement: Judgement) -> "Summary":
-    """Return a run's summary. Raises NothingMeasured."""
+    """Return a run's summary. Raises NothingMeasured, StoreError."""
     from measure.load.measures import summarize
+    from measure.load.session_figures import with_idle_times
+    from measure.load.store import read_run
 
-    return summarize(measured, slo=judgement.slo, warm_up_s=judgement.warm_up_s, cool_down_s=judgement.cool_down_s)
+    if judgement.idle is not None:
+        requests = with_idle_times(measured.requests, read_run(judgement.idle).requests)
+        measured = dataclasses.replace(measured, requests=requests)
+    return summarize(
+        measured,
+        slo=judgement.slo,
+        warm_up_s=judgement.warm_up_s,
+        cool_down_s=judgement.cool_down_s,
+        stretch=judgement.stretch,
+    )
 
 
 def show(measured: "Run", judgement: Judgement, folder: Path, output: OutputOptions) -> None:

@@ -27,6 +27,7 @@ _load = partial(typer.Option, show_default=False, rich_help_panel="Load")
 _request = partial(typer.Option, show_default=False, rich_help_panel="Requests")
 _length = partial(_request, metavar="LENGTH")
 _replay = partial(typer.Option, show_default=False, rich_help_panel="Replay")
+_recorded = partial(typer.Option, show_default=False, rich_help_panel="Recorded sessions")
 _LENGTHS = "300, uniform:20,60, normal:300,40, lognormal:MEDIAN,SIGMA, exponential:MEAN; then ,min= and ,max="
 
 
@@ -136,7 +137,29 @@ class TraceReplayOptions(_Options):
 
     speed: Annotated[float | None, _replay("--speed", "-s", min=0.0001, help="Factor on the rate of arrivals.")] = None
     shrink: Annotated[int | None, _replay("--shrink", min=1, help="Divide all lengths by this.")] = None
-    limit: Annotated[int | None, _replay("--limit", min=1, help="Number of requests from the beginning.")] = None
+    limit: Annotated[
+        int | None, _replay("--limit", min=1, help="Number of requests, or sessions, from the beginning.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedOptions(_Options):
+    """Options that play recorded sessions."""
+
+    ramp: Annotated[
+        float | None,
+        _recorded("--ramp", min=0, metavar="SECONDS", help="Time in which the first of --concurrency begin."),
+    ] = None
+    longest: Annotated[
+        int | None, _recorded("--longest", min=1, metavar="TOKENS", help="Leave out sessions with a longer prompt.")
+    ] = None
+    max_pause: Annotated[
+        float | None, _recorded("--max-pause", min=0.001, metavar="SECONDS", help="Longest time of a tool or a person.")
+    ] = None
+    share_tools: Annotated[
+        bool | None,
+        _recorded("--share-tools", help="Let sessions with equal tools and system prompts begin alike."),
+    ] = None
 
 
 WorkloadOption = Annotated[
@@ -154,19 +177,28 @@ TraceOption = Annotated[
         "--trace",
         "-t",
         metavar="FILE",
-        help="Mooncake (.jsonl), Azure (.csv), or a recording of `kvrelay bench record`.",
+        help="Mooncake (.jsonl), Azure (.csv), a recording of `kvrelay bench record`, or recorded sessions.",
     ),
 ]
 
 
 def workload_spec(
-    file: Path | None, trace: Path | None, shape: SessionOptions, replay: TraceReplayOptions, limits: Limits
+    file: Path | None,
+    trace: Path | None,
+    shape: SessionOptions,
+    replay: TraceReplayOptions,
+    recorded: RecordedOptions,
+    limits: Limits,
 ) -> "WorkloadSpec":
-    """Return the workload that a file, a trace or options describe. Raises CliError, WorkloadError."""
+    """Return the workload that a file, a trace or options describe. Raises CliError, WorkloadError, OSError."""
     if file is not None and trace is not None:
         raise CliError("cannot take both --workload and --trace: each is a whole workload; give one of them")
     if trace is None and replay.given:
         raise CliError(f"{replay.given[0]} is for a trace: give --trace FILE, or set it in the workload's file")
+    if trace is not None and file is None and _has_sessions(trace):
+        return _parsed(trace.stem.removesuffix(".jsonl"), _recorded_stream(trace, shape, replay, recorded), limits)
+    if recorded.given:
+        raise CliError(f"{recorded.given[0]} is for a trace of sessions: give one with --trace FILE")
     if shape.given and (file is not None or trace is not None):
         source = "--workload" if file is not None else "--trace"
         raise CliError(f"{shape.given[0]} and {source} exclude each other; --load R scales arrivals to R requests/s")
@@ -180,6 +212,34 @@ def workload_spec(
         limits = replace(limits, duration=DEFAULT_DURATION_S)
     name = f"rate-{shape.rate or DEFAULT_RATE:g}" if shape.concurrency is None else f"concurrency-{shape.concurrency}"
     return _parsed(name, _session_stream(shape), limits)
+
+
+def _has_sessions(trace: Path) -> bool:
+    from measure.workload.session_traces import is_session_trace
+
+    return is_session_trace(trace)
+
+
+def _recorded_stream(
+    trace: Path, shape: SessionOptions, replay: TraceReplayOptions, recorded: RecordedOptions
+) -> dict[str, Any]:
+    of_loops = ("--rate", "--arrivals", "--burstiness", "--concurrency", "--turns")
+    for flag in shape.given:
+        if flag not in of_loops:
+            raise CliError(f"{flag} and a trace of sessions exclude each other: the trace says what is asked")
+    if shape.turns is not None and not shape.turns.isdecimal():
+        raise CliError(f"--turns: {shape.turns!r}; of a trace of sessions say how many requests of each, such as 20")
+    loops = _session_stream(replace(shape, turns=None))
+    sessions = {
+        "path": trace,
+        **asdict(replay),
+        "longest": recorded.longest,
+        "max_pause_s": recorded.max_pause,
+        "shares_tools": recorded.share_tools,
+        "turns": None if shape.turns is None else int(shape.turns),
+    }
+    stream = {"arrivals": loops.get("arrivals"), "concurrency": loops.get("concurrency"), "ramp_s": recorded.ramp}
+    return _without_none(stream | {"sessions": _without_none(sessions)})
 
 
 def _session_stream(shape: SessionOptions) -> dict[str, Any]:

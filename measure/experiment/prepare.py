@@ -123,6 +123,8 @@ class Workloads:
 
     def _build(self, load: float, *, seed: int, spec: WorkloadSpec) -> Workload:
         try:
+            if self.load_unit is LoadUnit.SESSIONS:
+                return build_workload(spec, sessions=load, seed=seed)
             return build_workload(spec, load=load, seed=seed)
         except (WorkloadError, TraceError, OSError) as error:
             raise ExperimentError(f"workload: {error}") from None

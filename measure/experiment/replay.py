@@ -135,7 +135,7 @@ class ReplayedSessions:
     def simulated(self, cell: Cell, *, seconds: float) -> Workload:
         """Return the workload of a cell, which ends with its last session."""
         if self.load_unit is LoadUnit.SESSIONS:
-            return build_workload(self._spec, load=cell.load)
+            return build_workload(self._spec, sessions=cell.load)
         (stream,) = self._spec.streams
         hourly = stream.model_copy(update={"arrivals": ArrivalsSpec(rate=cell.load / 3600)})
         return build_workload(self._spec.model_copy(update={"streams": (hourly,)}))

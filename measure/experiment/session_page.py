@@ -30,13 +30,13 @@ def load_text(point: Point) -> str:
 def session_table(points: Sequence[Point]) -> Table:
     """Return a row for each point of sessions; the most good sessions of each load are strong."""
     ordered = sorted(points, key=lambda point: (point.load, point.arm.name))
-    best = {load: max(sessions_of(each).num_good for each in own) for load, own in groupby(ordered, _load)}
+    best = {load: max(map(_num_good, own)) for load, own in groupby(ordered, _load)}
     columns: dict[str, Callable[[Point], str]] = {
         "arm": lambda point: point.arm.name,
         "load": load_text,
         "sessions": lambda point: f"{sessions_of(point).num_complete} of {sessions_of(point).num_sessions}",
-        "good": lambda point: str(sessions_of(point).num_good),
-        "good/h": lambda point: number(sessions_of(point).good_per_hour),
+        "good": lambda point: or_unknown(sessions_of(point).num_good, str),
+        "good/h": lambda point: or_unknown(sessions_of(point).good_per_hour, number),
         "stretch p50": lambda point: _stretch(point, "p50"),
         "p90": lambda point: _stretch(point, "p90"),
         "waiting p50": lambda point: _waiting(point, "p50"),
@@ -49,7 +49,7 @@ def session_table(points: Sequence[Point]) -> Table:
         "TPOT p50": lambda point: "–" if point.overall.tpot is None else duration(point.overall.tpot.p50),
         "hits": lambda point: or_unknown(point.token_hit, percent),
     }
-    strong = frozenset(row for row, each in enumerate(ordered) if sessions_of(each).num_good == best[each.load])
+    strong = frozenset(row for row, each in enumerate(ordered) if _num_good(each) == best[each.load])
     return table_of(ordered, columns, text_columns=frozenset(["load"]), strong_rows=strong)
 
 
@@ -101,8 +101,10 @@ def verdict_of(points: Sequence[Point]) -> tuple[str, ...]:
     found = []
     for _, group in groupby(ordered, _load):
         own = list(group)
-        best = max(own, key=lambda point: sessions_of(point).num_good)
-        alike = sum(sessions_of(point).num_good == sessions_of(best).num_good for point in own) - 1
+        best = max(own, key=_num_good)
+        if sessions_of(best).num_good is None:
+            continue
+        alike = sum(_num_good(point) == _num_good(best) for point in own) - 1
         others = f", as do {alike} others" if alike else ""
         figures = sessions_of(best)
         found.append(
@@ -140,7 +142,11 @@ def _interactivity(point: Point) -> float | None:
     return sessions_of(point).interactivity_p90
 
 
-def _good_per_hour(point: Point) -> float:
+def _num_good(point: Point) -> int:
+    return sessions_of(point).num_good or 0
+
+
+def _good_per_hour(point: Point) -> float | None:
     return sessions_of(point).good_per_hour
 
 

@@ -11,6 +11,7 @@ from common.slo import Slo
 from measure import figures
 from measure.load.estimates import Estimate, Floats, Ints, Resampler
 from measure.load.records import Outcome, RequestRecord, Run, ServerReport
+from measure.load.session_figures import STRETCH, session_figures
 from measure.load.summary import CacheUse, FailureCount, KindSummary, Latencies, PredictionError, Summary, Throughput
 from measure.load.window import Window, counted, find_window, steadiness
 from measure.load.workers import peak_queued, summarize_workers, tokens_between
@@ -25,8 +26,15 @@ _MANY_TOKENS_PER_PIECE = 1.05
 _MIN_ARRIVAL_GROWTH = 1.2
 
 
-def summarize(run: Run, *, slo: Slo, warm_up_s: float | None = None, cool_down_s: float | None = None) -> Summary:
-    """Return the figures of a run under `slo`.
+def summarize(
+    run: Run,
+    *,
+    slo: Slo,
+    warm_up_s: float | None = None,
+    cool_down_s: float | None = None,
+    stretch: float = STRETCH,
+) -> Summary:
+    """Return the figures of a run under `slo`, and of its sessions under a stretch.
 
     Requests due in the first `warm_up_s` (None: a tenth of the arrivals) and the last `cool_down_s` (None: after the
     last session began) do not count, see `measure.load.window`. Raises NothingMeasured when no request counts.
@@ -45,6 +53,7 @@ def summarize(run: Run, *, slo: Slo, warm_up_s: float | None = None, cool_down_s
         peak_queued=peak_queued(run.samples, window),
         failures=_failures(requests),
         steadiness=steadiness(run.requests, start_s=window.start_s, end_s=window.end_s),
+        sessions=session_figures(run.requests, window, stretch=stretch),
     )
     return dataclasses.replace(summary, warnings=_cautions(summary))
 

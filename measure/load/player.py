@@ -1,10 +1,11 @@
 """Plays sessions to a target: every request at its due time, whatever happens to the others.
 
-The first request of a session is due at its start, in a closed loop as soon as it is written; later turns are due their
-think time after the end of the answer before. A turn without a complete answer is the last of its session.
+A session begins at its start, in a closed loop as soon as its first requests are written; later turns are due their
+think time after the answers that they wait for. Nothing follows a turn without a complete answer.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,8 +13,9 @@ from common.clock import Clock
 from common.errors import KvrelayError
 from common.slo import Slo
 from measure.load.records import RequestRecord
-from measure.load.sending import PreparedRequest, SessionHistory, Writer, send, until
+from measure.load.sending import PreparedRequest, SessionText, Writer, send, until
 from measure.load.targets.interface import ChunkSink, Target, TargetAnswer, TargetRequest
+from measure.workload.playing import Due
 from measure.workload.sessions import Content, Session
 
 
@@ -64,13 +66,13 @@ class Player:
         self._is_stopped = False
 
     def play(self, session: Session, stream: int | None = None) -> None:
-        """Play a session, of a closed loop where `stream` names one; its first prompt is written now."""
+        """Play a session, of a closed loop where `stream` names one; its first prompts are written now."""
         if not self._is_stopped:
-            history = SessionHistory(session, self._terms.content, self._writer)
-            first = self._prepared(session, history, turn_idx=0)
-            task = self._tasks.create_task(self._play(history, first, stream))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            text = SessionText(session, self._terms.content, self._writer)
+            begin_s = session.start_s
+            if stream is not None:
+                begin_s = max(begin_s, self._clock.monotonic() - self._terms.origin_s)
+            self._send_all(text, text.play.begin(begin_s), stream)
 
     def stop(self) -> None:
         """Send nothing more; cancel running requests, on the server as well, and record them as cancelled."""
@@ -78,34 +80,39 @@ class Player:
         for task in self._running:
             task.cancel()
 
-    async def _play(self, history: SessionHistory, request: PreparedRequest, stream: int | None) -> None:
-        """Send every turn at its time."""
-        session, origin_s = request.session, self._terms.origin_s
-        due_s = session.start_s if stream is None else max(0.0, self._clock.monotonic() - origin_s)
-        while True:
-            await until(origin_s + due_s, self._clock)
-            record, answer = await send(request, due_s=due_s, clock=self._clock, origin_s=origin_s)
-            self._reporter.record(record)
-            next_idx = record.turn + 1
-            if answer is None or next_idx == len(session.turns):
-                self._reporter.session_over(stream)
-                return
-            history.hear(answer, record.num_output_tokens)
-            request = self._prepared(session, history, next_idx)
-            due_s = record.end_s + session.turns[next_idx].think_s
+    def _send_all(self, text: SessionText, due: Sequence[Due], stream: int | None) -> None:
+        """Write the requests of these turns, and send each at its time."""
+        for each in due:
+            task = self._tasks.create_task(self._send(text, self._prepared(text, each.turn), each.due_s, stream))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
 
-    def _prepared(self, session: Session, history: SessionHistory, turn_idx: int) -> PreparedRequest:
-        turn, slo = session.turns[turn_idx], self._terms.slo
-        prompt = history.ask(turn)
+    async def _send(self, text: SessionText, request: PreparedRequest, due_s: float, stream: int | None) -> None:
+        origin_s = self._terms.origin_s
+        await until(origin_s + due_s, self._clock)
+        record, answer = await send(request, due_s=due_s, clock=self._clock, origin_s=origin_s)
+        self._reporter.record(record)
+        if answer is None:
+            text.play.failed()
+        else:
+            due = text.answered(request.turn, answer, record)
+            if not self._is_stopped:
+                self._send_all(text, due, stream)
+        if text.play.is_over:
+            self._reporter.session_over(stream)
+
+    def _prepared(self, text: SessionText, turn_idx: int) -> PreparedRequest:
+        session, slo = text.play.session, self._terms.slo
+        num_prompt_tokens, prompt = text.ask(turn_idx)
         request = TargetRequest(
             prompt=prompt,
-            num_prompt_tokens=history.num_tokens,
-            num_output_tokens=turn.num_output_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=session.turns[turn_idx].num_output_tokens,
             seed=_seed(self._terms.seed, session.index, turn_idx),
             timeout_s=self._terms.timeout_s,
-            ttft_slo_s=slo.ttft_of(history.num_tokens) if slo is not None else None,
+            ttft_slo_s=slo.ttft_of(num_prompt_tokens) if slo is not None else None,
             tpot_slo_s=slo.tpot_s if slo is not None else None,
-            wants_token_ids=self._terms.content is Content.TOKENS and turn_idx + 1 < len(session.turns),
+            wants_token_ids=self._terms.content is Content.TOKENS and text.play.is_continued(turn_idx),
         )
         try:
             call = self._target.prepare(request)

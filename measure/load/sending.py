@@ -4,15 +4,17 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from common.clock import Clock
 from common.errors import KvrelayError
 from common.tokens import TokenArray
 from kvrelay.client.chat import ChatMessage
-from measure.load.records import Outcome, RequestRecord, ServerReport
+from measure.load.records import Outcome, RequestRecord, ServerReport, SessionPlace
 from measure.load.targets.interface import PreparedCall, TargetAnswer, TargetRequest
-from measure.workload.sessions import Content, Segment, Session, Turn
+from measure.workload.playing import Due, SessionPlay
+from measure.workload.sessions import Content, Segment, Session
 
 _FILLERS = 1 << 62
 """Lowest content number of answers whose token ids the server does not report; workloads use lower ones."""
@@ -29,46 +31,70 @@ class Writer(Protocol):
         """Return the words of the segments."""
 
 
-class SessionHistory:
-    """The history of one session.
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A part of a conversation: what a turn adds, or the server's answer."""
 
-    It holds the server's real answers, as token ids or text, so that later turns find them in a cache. With
-    `Content.TOKENS` and a server that reports no token ids, each answer is replaced by as many planned tokens, which no
-    cache holds.
+    num_tokens: int
+    """Planned length; an answer's real one."""
+    tokens: TokenArray
+    """Empty where prompts are text."""
+    text: str
+    """Empty where prompts are token ids."""
+    role: str
+
+    def leading(self, num_tokens: int) -> "Said":
+        """Return its first tokens; of text as many words, about one per token."""
+        words = " ".join(self.text.split(" ")[:num_tokens])
+        return Said(num_tokens, self.tokens[:num_tokens], words, self.role)
+
+
+class SessionText:
+    """Writes the prompts of one session.
+
+    They hold the server's real answers, as token ids or text, so that a cache has them. With `Content.TOKENS` and a
+    server that reports no token ids, each answer is replaced by as many planned tokens, which no cache holds.
     """
 
     def __init__(self, session: Session, content: Content, writer: Writer) -> None:
-        self._session = session
+        self.play = SessionPlay(session, Said.leading)
         self._content = content
         self._writer = writer
-        self._tokens: TokenArray = array("I")
-        self._messages: list[ChatMessage] = []
-        self._num_turns = 0
-        self.num_tokens = 0
-        """Planned length of the last prompt; answers count with their real lengths."""
 
-    def ask(self, turn: Turn) -> str | Sequence[int] | Sequence[ChatMessage]:
-        """Add the segments of a turn and return the prompt, which later calls do not change."""
-        self._num_turns += 1
-        self.num_tokens += sum(segment.num_tokens for segment in turn.segments)
-        if self._content is Content.TOKENS:
-            self._tokens = self._tokens + self._writer.tokens(turn.segments)
-            return self._tokens
-        self._messages.append(ChatMessage(role="user", content=self._writer.text(turn.segments)))
-        if self._content is Content.CHAT:
-            return tuple(self._messages)
-        return " ".join(message.content for message in self._messages)
+    def ask(self, index: int) -> tuple[int, str | Sequence[int] | Sequence[ChatMessage]]:
+        """Return the planned length of a turn's prompt, and the prompt, which later calls do not change."""
+        turn = self.play.session.turns[index]
+        is_tokens = self._content is Content.TOKENS
+        own = Said(
+            turn.num_own_tokens,
+            self._writer.tokens(turn.segments) if is_tokens else array("I"),
+            "" if is_tokens else self._writer.text(turn.segments),
+            "user",
+        )
+        said = self.play.prompt(index, (own,))
+        num_tokens = sum(each.num_tokens for each in said)
+        if is_tokens:
+            prompt: TokenArray = array("I")
+            for each in said:
+                prompt += each.tokens
+            return num_tokens, prompt
+        messages = tuple(
+            ChatMessage(role=role, content=" ".join(each.text for each in group))
+            for role, group in groupby(said, key=lambda each: each.role)
+        )
+        is_chat = self._content is Content.CHAT
+        return num_tokens, messages if is_chat else " ".join(message.content for message in messages)
 
-    def hear(self, answer: TargetAnswer, num_tokens: int) -> None:
-        """Add an answer of `num_tokens` tokens."""
-        self.num_tokens += num_tokens
-        if self._content is not Content.TOKENS:
-            self._messages.append(ChatMessage(role="assistant", content=answer.text))
-        elif answer.token_ids is not None:
-            self._tokens = self._tokens + array("I", answer.token_ids)
-        else:
-            content = _FILLERS + self._session.index * _MAX_TURNS + self._num_turns
-            self._tokens = self._tokens + self._writer.tokens((Segment(content=content, num_tokens=num_tokens),))
+    def answered(self, index: int, answer: TargetAnswer, record: RequestRecord) -> list[Due]:
+        """Note a turn's answer, and return the turns that are due because of it."""
+        num_tokens, tokens = record.num_output_tokens, array("I")
+        if self._content is Content.TOKENS and answer.token_ids is not None:
+            tokens = array("I", answer.token_ids)
+        elif self._content is Content.TOKENS:
+            content = _FILLERS + self.play.session.index * _MAX_TURNS + index
+            tokens = self._writer.tokens((Segment(content=content, num_tokens=num_tokens),))
+        text = "" if self._content is Content.TOKENS else answer.text
+        return self.play.answered(index, Said(num_tokens, tokens, text, "assistant"), record.end_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +105,12 @@ class PreparedRequest:
     turn: int
     asked: TargetRequest
     call: PreparedCall
+
+    @property
+    def place(self) -> SessionPlace | None:
+        """Its place among the requests of its session; None in a session of one."""
+        turns = self.session.turns
+        return SessionPlace(num_turns=len(turns), think_s=turns[self.turn].think_s) if len(turns) > 1 else None
 
 
 class ChunkLog:
@@ -136,6 +168,7 @@ async def send(
         error=error,
         num_prompt_tokens=request.asked.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens,
         num_wanted_tokens=request.asked.num_output_tokens,
+        place=request.place,
         server=ServerReport() if answer is None else answer.report,
     )
     return record, answer

@@ -6,7 +6,7 @@ needs for the same requests. Its *interactivity* is its output tokens by the end
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,11 +53,11 @@ class SessionFigures:
 
     num_sessions: int
     num_complete: int
-    num_good: int
-    """Complete sessions within the stretch."""
+    num_good: int | None
+    """Complete sessions within the stretch; None when idle times are not known."""
     stretch_limit: float
-    good_per_hour: float
-    """Sessions that ended well in the window, per hour of it."""
+    good_per_hour: float | None
+    """Sessions that ended well in the window, per hour of it; None when idle times are not known."""
     complete_per_hour: float
     completion: Percentiles | None
     """Seconds from begin to end of complete sessions, think and tool times included."""
@@ -68,6 +68,18 @@ class SessionFigures:
     """Output tokens per second: half of all sessions reach it. Sessions that are not complete count."""
     interactivity_p90: float | None
     """What 90 % of them reach."""
+
+
+def with_idle_times(requests: Iterable[RequestRecord], idle: Iterable[RequestRecord]) -> tuple[RequestRecord, ...]:
+    """Return requests with the idle times that the same requests of another run took, one session at a time."""
+    times = {(each.session, each.turn): each.e2e_s for each in idle if each.is_complete}
+
+    def known(request: RequestRecord) -> RequestRecord:
+        if request.place is None:
+            return request
+        return replace(request, place=replace(request.place, idle_s=times.get((request.session, request.turn))))
+
+    return tuple(map(known, requests))
 
 
 def session_outcomes(requests: Iterable[RequestRecord]) -> list[SessionOutcome]:
@@ -88,6 +100,7 @@ def session_figures(
     if not counted:
         return None
     complete = [each for each in counted if each.is_complete]
+    is_known = all(each.stretch is not None for each in complete)
     good = [each for each in complete if each.stretch is not None and each.stretch <= stretch]
     hours = (window.rates_end_s - window.start_s) / 3600
     rates = np.array([each.interactivity for each in counted])
@@ -100,9 +113,9 @@ def session_figures(
     return SessionFigures(
         num_sessions=len(counted),
         num_complete=len(complete),
-        num_good=len(good),
+        num_good=len(good) if is_known else None,
         stretch_limit=stretch,
-        good_per_hour=per_hour(good),
+        good_per_hour=per_hour(good) if is_known else None,
         complete_per_hour=per_hour(complete),
         completion=percentiles(each.end_s - each.begin_s for each in complete),
         waiting=percentiles(each.waiting_s for each in complete),

@@ -10,6 +10,7 @@ from common.slo import Slo
 from measure.figures import Counts
 from measure.load.estimates import Estimate, MeasuredDistribution
 from measure.load.records import RunInfo
+from measure.load.session_figures import SessionFigures
 from measure.load.window import Steadiness, Window
 
 
@@ -153,6 +154,8 @@ class Summary:
     failures: tuple[FailureCount, ...]
     """Most frequent first."""
     steadiness: Steadiness
+    sessions: SessionFigures | None = None
+    """None without sessions of several requests."""
     warnings: tuple[str, ...] = field(default=())
     """Reasons not to trust the numbers, and limits of their meaning, in words."""
 

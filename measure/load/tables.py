@@ -32,7 +32,7 @@ def summary_view(summary: Summary, *, required_share: float) -> RenderableType:
     if summary.pools:
         tables.insert(2, worker_table(summary.pools, ()))
     parts: list[RenderableType] = [_title(summary), _verdict(summary, required_share)]
-    parts += [_card_grid([*served_cards(summary), *_work_cards(summary)]), ""]
+    parts += [_card_grid([*served_cards(summary), *session_cards(summary), *_work_cards(summary)]), ""]
     for table in tables:
         if table.rows:
             parts += [terminal_table(table), ""]
@@ -45,6 +45,7 @@ def summary_view(summary: Summary, *, required_share: float) -> RenderableType:
 def all_cards(summary: Summary) -> Iterator[Card]:
     """Yield the headline figures; those that the target does not report are left out."""
     yield from served_cards(summary)
+    yield from session_cards(summary)
     latencies, slo = summary.overall.latencies, summary.slo
     for name, times, objective_s in (
         ("TTFT", latencies.ttft, slo.ttft_s),
@@ -59,6 +60,25 @@ def all_cards(summary: Summary) -> Iterator[Card]:
             note = f"p99, {between(p99.estimate)}{objective}"
             yield Card(label=f"{name}: p50 / p99", value=_both(times), note=note, tone=tone)
     yield from _work_cards(summary)
+
+
+def session_cards(summary: Summary) -> Iterator[Card]:
+    """Yield how whole sessions went; nothing where requests are sessions of their own."""
+    sessions = summary.sessions
+    if sessions is None:
+        return
+    good = "" if sessions.good_per_hour is None else f"; {number(sessions.good_per_hour)} good ones per hour"
+    ended = f"{sessions.num_complete:,} of {sessions.num_sessions:,}"
+    yield Card(label="Sessions complete", value=ended, note=f"{number(sessions.complete_per_hour)} per hour{good}")
+    if sessions.interactivity_p90 is not None and sessions.interactivity_p50 is not None:
+        value = f"{number(sessions.interactivity_p50)} / {number(sessions.interactivity_p90)}"
+        yield Card(label="Interactivity: p50 / P90", value=value, note="tokens/s that so many sessions reach")
+    if sessions.waiting is not None:
+        value = f"{duration(sessions.waiting.p50)} / {duration(sessions.waiting.p90)}"
+        yield Card(label="Waiting of sessions: p50 / p90", value=value, note="without tools and persons")
+    if sessions.stretch is not None:
+        value = f"{number(sessions.stretch.p50)} / {number(sessions.stretch.p90)}"
+        yield Card(label="Stretch: p50 / p90", value=value, note=f"good up to {sessions.stretch_limit:g}")
 
 
 def served_cards(summary: Summary) -> Iterator[Card]:

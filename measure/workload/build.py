@@ -153,23 +153,25 @@ class Replay:
 SessionSource = Synthetic | Replay | Recorded
 
 
-def build_workload(spec: WorkloadSpec, *, load: float | None = None, seed: int | None = None) -> Workload:
+def build_workload(
+    spec: WorkloadSpec, *, load: float | None = None, sessions: float | None = None, seed: int | None = None
+) -> Workload:
     """Return the workload of a specification; its sessions are drawn during iteration, the same each time.
 
     `load` scales all open-loop arrivals, traces included, to a mean number of requests per second in total, later turns
-    counted; in a workload of closed loops alone, it is the number of sessions at any time. Sessions are the same at
-    every load and only begin at other times. `seed` replaces that of the specification. Raises WorkloadError for a load
-    that cannot be reached; TraceError, OSError for an unreadable trace.
+    counted; `sessions` scales closed loops to so many sessions at any time in total. The sessions themselves are the
+    same at every load. `seed` replaces that of the specification. Raises WorkloadError for a load that cannot be
+    reached; TraceError, OSError for an unreadable trace.
     """
     sources = [_source(stream) for stream in spec.streams]
-    is_closed = all(source.concurrency is not None for source in sources)
-    speed = 1.0 if load is None else _places(spec, sources, load) if is_closed else _speed(spec, sources, load)
+    speed = 1.0 if load is None else _speed(spec, sources, load)
+    places_by = 1.0 if sessions is None else _places(spec, sources, sessions)
     seed = spec.seed if seed is None else seed
     streams = []
     for position, source in enumerate(sources):
         places = source.concurrency
-        if places is not None and is_closed:
-            places = max(1, round(places * speed))
+        if places is not None:
+            places = max(1, round(places * places_by))
         drawing = Drawing(
             seed=seed,
             position=position,
@@ -229,11 +231,12 @@ def _speed(spec: WorkloadSpec, sources: list[SessionSource], load: float) -> flo
     return load / rate
 
 
-def _places(spec: WorkloadSpec, sources: list[SessionSource], load: float) -> float:
+def _places(spec: WorkloadSpec, sources: list[SessionSource], sessions: float) -> float:
     """Return the factor on the closed loops' sessions."""
-    if not 1 <= load < math.inf:
-        raise WorkloadError(f"{spec.name}: its load must be a number of sessions at a time, at least 1, not {load:g}")
-    return load / sum(source.concurrency or 0 for source in sources)
+    total = sum(source.concurrency or 0 for source in sources)
+    if not 1 <= sessions < math.inf or not total:
+        raise WorkloadError(f"{spec.name}: cannot have {sessions:g} sessions at a time: say 1 or more, of closed loops")
+    return sessions / total
 
 
 def _duration_s(spec: WorkloadSpec, sources: list[SessionSource], speed: float) -> float:

@@ -86,7 +86,7 @@ def is_session_trace(path: Path) -> bool:
     """Return whether a path holds recorded sessions, by its name or the keys of its first line. Raises OSError."""
     if path.is_dir() or path.suffix.lower() in (".gz", ".json"):
         return True
-    if path.suffix.lower() != ".jsonl":
+    if path.suffix.lower() != ".jsonl" or not path.is_file():
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
         return '"requests"' in file.readline()

@@ -160,9 +160,49 @@ def test_bench_run_replays_a_trace(run: Run, load: FakeLoad, folder: Path) -> No
     assert load.spec.name == "day"
 
 
+def write_sessions(folder: Path) -> None:
+    requests = [
+        {"t": 0, "in": 640, "out": 64, "think_s": 0, "api_s": 1, "new": []},
+        {"t": 3, "in": 320, "out": 32, "api_s": 1, "agent": "a", "new": []},
+        {"t": 3, "in": 960, "out": 32, "think_s": 0.1, "api_s": 1, "like": [0, 10], "new": []},
+    ]
+    text = "".join(json.dumps({"session": f"s{n}", "requests": requests}) + "\n" for n in range(3))
+    (folder / "sessions.jsonl").write_text(text)
+
+
+def test_bench_run_plays_recorded_sessions(run: Run, load: FakeLoad, folder: Path) -> None:
+    write_sessions(folder)
+    options = "-k 2 --ramp 4 --shrink 16 --speed 2 --limit 2 --turns 3 --max-pause 1 --share-tools --longest 1000"
+    result = run("bench", "run", "-t", "sessions.jsonl", *options.split(), "--out", "here", "--no-report")
+    assert result.exit_code == 0, result.output
+    (stream,) = load.spec.workload.streams
+    sessions = list(stream.sessions)
+    assert (stream.concurrency, len(sessions), sessions[1].start_s) == (2, 2, 2.0)
+    assert sessions[0].prompt_lengths() == [40, 20, 60]
+    assert load.spec.name == "sessions"
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        ("--prompt-tokens 5", "--prompt-tokens and a trace of sessions exclude each other"),
+        ("--turns uniform:1,2", "--turns: 'uniform:1,2'; of a trace of sessions say how many"),
+        ("--longest 10", "no sessions that are short enough"),
+    ],
+)
+def test_bench_run_with_a_bad_option_for_sessions_says_what_to_do(
+    run: Run, load: FakeLoad, folder: Path, arguments: str, complaint: str
+) -> None:
+    write_sessions(folder)
+    result = run("bench", "run", "-t", "sessions.jsonl", *arguments.split(), "--out", "here")
+    assert result.exit_code == 1
+    assert complaint in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--ramp 3", "--ramp is for a trace of sessions"),
         ("--rate 2 -k 4", "--rate is for an open loop, --concurrency for a closed one"),
         ("-w a.yaml --rate 2", "--rate and --workload exclude each other; --load R scales"),
         ("-t a.jsonl --turns 2", "--turns and --trace exclude each other"),
@@ -272,3 +312,35 @@ def test_bench_run_against_a_whole_system_measures_it(run: Run, folder: Path) ->
     assert (overall["num_requests"], overall["num_complete"], overall["mean_output_tokens"]) == (12, 12, 4.0)
     assert overall["latencies"]["queue"]["num_values"] == 12
     assert (folder / "here" / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_bench_run_of_sessions_tells_how_they_went_beside_an_idle_run(run: Run, folder: Path) -> None:
+    write_sessions(folder)
+    options = (
+        "-t",
+        "sessions.jsonl",
+        "--shrink",
+        "16",
+        "--speed",
+        "30",
+        "--warm-up",
+        "0",
+        "--no-report",
+        "--ramp",
+        "0",
+    )
+    with fake_cluster() as address:
+        alone = run("bench", "run", "--target", address, *options, "-k", "1", "--out", "idle")
+        assert alone.exit_code == 0, alone.output
+        busy = run("bench", "run", "--target", address, *options, "-k", "3", "--out", "busy", "--idle", "idle")
+    assert busy.exit_code == 0, busy.output
+    assert "Sessions complete" in alone.stdout
+    assert "Stretch" not in alone.stdout
+    assert "Stretch" in busy.stdout
+    sessions = json.loads((folder / "busy" / "summary.json").read_text())["sessions"]
+    assert (sessions["num_sessions"], sessions["num_complete"]) == (3, 3)
+    assert sessions["interactivity_p90"] > 0
+    requests = read_run(folder / "busy").requests
+    assert len(requests) == 9
+    later = [request for request in requests if request.turn == 2]
+    assert all(request.num_prompt_tokens == 60 and request.server.num_cached_tokens for request in later)

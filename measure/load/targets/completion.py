@@ -7,7 +7,7 @@ the end, and also corrects the count where a server puts several tokens into an 
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from common.errors import DeadlineExceeded, EngineFault, InvalidRequest, KvrelayError, Overloaded, Unauthenticated
 from measure.load.records import ServerReport
@@ -71,6 +71,16 @@ class SseReader:
             elif not line and self._data:
                 yield b"\n".join(self._data)
                 self._data.clear()
+
+
+class AnswerReader(Protocol):
+    """Collects one streamed answer."""
+
+    def take(self, data: bytes, /) -> int | None:
+        """Take the data of an event; return its number of tokens, None: it has no part. Raises KvrelayError."""
+
+    def build(self) -> TargetAnswer:
+        """Return the answer. Raises EngineFault when its end is missing."""
 
 
 class CompletionReader:

@@ -30,7 +30,8 @@ class TargetSpec:
     """Everything that a process needs to reach a target."""
 
     url: str
-    """`HOST:PORT` or `grpc://HOST:PORT`: our gRPC API. `http(s)://HOST[:PORT]/v1`: an OpenAI-compatible server."""
+    """`HOST:PORT` or `grpc://HOST:PORT`: our gRPC API. `http(s)://HOST[:PORT]/v1`: an OpenAI-compatible server;
+    `anthropic+http(s)://HOST[:PORT]/v1`: one with Anthropic's Messages API."""
     api_key: str | None = None
     model: str | None = None
     """Name of a served model; None: the first one."""
@@ -135,16 +136,21 @@ def make_target(spec: TargetSpec) -> Target:
     Imports only the modules of its kind: a generator process starts while others measure.
     """
     scheme, separator, rest = spec.url.partition("://")
-    if separator and scheme in ("http", "https"):
+    is_anthropic = scheme.startswith("anthropic+")
+    if separator and scheme.removeprefix("anthropic+") in ("http", "https"):
         from measure.load.targets.openai import OpenAiTarget
 
         if not urlsplit(spec.url).hostname:
             raise InvalidRequest(f"target {spec.url!r} has no host", field="target")
-        return OpenAiTarget(spec)
+        if not is_anthropic:
+            return OpenAiTarget(spec)
+        from measure.load.targets.anthropic import AnthropicTarget
+
+        return AnthropicTarget(spec)
     address = rest if separator else spec.url
     if (separator and scheme != "grpc") or not all(map(_is_address, address.split(","))):
         raise InvalidRequest(
-            f"target {spec.url!r} is neither HOST:PORT[,…], grpc://HOST:PORT[,…] nor http(s)://HOST[:PORT]/v1",
+            f"target {spec.url!r} is neither HOST:PORT[,…], grpc://HOST:PORT[,…] nor [anthropic+]http(s)://HOST[:PORT]/v1",
             field="target",
         )
     from measure.load.targets.grpc import GrpcTarget

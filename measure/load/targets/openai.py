@@ -14,7 +14,7 @@ from common.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Unknow
 from kvrelay.client.chat import ChatMessage
 from kvrelay.client.tls import resolve
 from measure.load.records import PoolSample
-from measure.load.targets.completion import CompletionReader, SseReader, error_of
+from measure.load.targets.completion import AnswerReader, CompletionReader, SseReader, error_of
 from measure.load.targets.exposition import pool_sample
 from measure.load.targets.interface import (
     ChunkSink,
@@ -159,12 +159,15 @@ class OpenAiTarget:
         async with self._connections().post(f"{self._base}{path}", data=body, headers=headers) as response:
             if response.status != 200:
                 raise error_of(response.status, await response.read())
-            events, answer = SseReader(), CompletionReader()
+            events, answer = SseReader(), self._reader()
             async for received in response.content.iter_any():
                 counts = [count for data in events.feed(received) if (count := answer.take(data)) is not None]
                 if counts:
                     on_chunk(sum(counts))
             return answer.build()
+
+    def _reader(self) -> AnswerReader:
+        return CompletionReader()
 
     def _body(self, request: TargetRequest, features: Sequence[Feature]) -> tuple[str, dict[str, Any]]:
         """Return path and body."""

@@ -59,6 +59,28 @@ class ScriptedServer:
 
         return await self._answer(request, part)
 
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """Answer as Anthropic's API does, with pieces "t0 ", "t1 "…"""
+        body = await request.json()
+        self.bodies.append(body)
+        self.authorizations.append(request.headers.get("x-api-key"))
+        if self.refuse_with is not None:
+            status, told = self.refuse_with
+            return web.json_response(told, status=status)
+        usage = {"input_tokens": 4, "cache_read_input_tokens": 2, "cache_creation_input_tokens": 1, "output_tokens": 1}
+        events: list[dict[str, Any]] = [{"type": "message_start", "message": {"id": "msg-1", "usage": usage}}]
+        for number in range(body["max_tokens"]):
+            events.append({"type": "content_block_delta", "delta": {"type": "text_delta", "text": f"t{number} "}})
+        events.append({"type": "message_delta", "usage": {"output_tokens": body["max_tokens"]}})
+        events.append({"type": "message_stop"})
+        if self.error_after is not None:
+            events[self.error_after] = {"type": "error", "error": {"type": "api_error", "message": "overloaded"}}
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events[: self.break_after]:
+            await response.write(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode())
+        return response
+
     async def _answer(self, request: web.Request, part: Callable[[str, bool], dict[str, Any]]) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
@@ -140,6 +162,7 @@ async def serving(server: ScriptedServer) -> AsyncIterator[ScriptedServer]:
             web.get("/metrics", server.metrics_page),
             web.post("/v1/completions", server.completions),
             web.post("/v1/chat/completions", server.chat),
+            web.post("/v1/messages", server.messages),
         ]
     )
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)

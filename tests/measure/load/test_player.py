@@ -1,13 +1,16 @@
 """Sessions are played at their times, whatever the server does. All times are virtual, so they are exact."""
 
 import asyncio
+from array import array
 
 import pytest
 
 from common.errors import DeadlineExceeded, EngineFault, Overloaded
 from kvrelay.client.chat import ChatMessage
 from measure.load.records import Outcome, RequestRecord
-from measure.workload.sessions import Content, Session
+from measure.load.sending import Said
+from measure.load.session_figures import session_outcomes
+from measure.workload.sessions import Beginning, Content, Segment, Session, Turn
 from tests.measure.load.virtual import ScriptedTarget, Told, in_virtual_time, playing, terms
 from tests.measure.load.workloads import session
 
@@ -86,6 +89,51 @@ def test_chat_is_a_growing_list_of_messages() -> None:
         ChatMessage(role="assistant", content="1 2"),
         ChatMessage(role="user", content="c7001"),
     )
+
+
+def agents() -> Session:
+    """Return a session whose second turn is a sub-agent's, beside the third; the fourth waits for both."""
+
+    def turn(content: int, think_s: float, after: tuple[int, ...], beginning: Beginning) -> Turn:
+        segments = (Segment(content=content, num_tokens=2),)
+        return Turn(segments=segments, num_output_tokens=2, think_s=think_s, after=after, beginning=beginning)
+
+    anew = Beginning(0, 0)
+    turns = (
+        turn(10, 0.0, (), anew),
+        turn(20, 1.0, (0,), anew),
+        turn(30, 3.0, (0,), Beginning(0, 4)),
+        turn(40, 0.5, (1, 2), Beginning(2, 5)),
+    )
+    return Session(index=0, kind="agent", start_s=0.0, turns=turns)
+
+
+def test_sub_agent_is_sent_beside_its_parent_and_compacted_prompts_hold_part_of_a_text() -> None:
+    target = ScriptedTarget(ttft_s=0.1, gap_s=0.01)
+    records = played(target, agents())
+    assert [(record.turn, record.due_s) for record in records] == [
+        (0, 0.0),
+        (1, pytest.approx(1.11)),
+        (2, pytest.approx(3.11)),
+        (3, pytest.approx(3.72)),
+    ]
+    prompts = [list(request.prompt) for request in target.requests]
+    assert prompts == [[10, 11], [20, 21], [10, 11, 1, 2, 30, 31], [10, 11, 1, 2, 30, 40, 41]]
+    assert [request.wants_token_ids for request in target.requests] == [True, False, True, False]
+    (outcome,) = session_outcomes(records)
+    assert outcome.is_complete
+    assert outcome.waiting_s == pytest.approx(3 * 0.11)
+
+
+def test_sub_agent_that_fails_ends_the_session_when_its_parents_request_has_ended() -> None:
+    target = ScriptedTarget(ttft_s=5.0, failures={1: EngineFault("broken")})
+    records = played(target, agents())
+    assert [record.turn for record in records] == [0, 1, 2]
+
+
+def test_text_that_is_kept_in_part_ends_with_a_whole_word() -> None:
+    said = Said(9, array("I"), "The old tree stands.", "user")
+    assert said.leading(2) == Said(2, array("I"), "The old", "user")
 
 
 def test_late_session_of_an_open_loop_has_its_lag_and_one_of_a_closed_loop_none() -> None:

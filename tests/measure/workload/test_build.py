@@ -259,8 +259,8 @@ def test_load_that_is_no_rate_is_refused(load: float) -> None:
 
 
 def test_load_is_refused_where_nothing_can_be_scaled(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="a number of sessions at a time, at least 1"):
-        build_workload(make_spec(BUSY), load=0.5)
+    with pytest.raises(WorkloadError, match="it has no open-loop arrivals"):
+        build_workload(make_spec(BUSY), load=1)
     path = trace_file(tmp_path, request(0, 5, 1))
     with pytest.raises(WorkloadError, match="all requests of its trace come at once"):
         build_workload(make_spec({"name": "replay", "trace": {"path": str(path)}}), load=1)

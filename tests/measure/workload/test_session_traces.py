@@ -105,10 +105,10 @@ def test_shrunk_sessions_keep_what_they_share_and_have_no_empty_prompt(tmp_path:
             assert second.beginning == Beginning(0, 100 + first.num_output_tokens)
 
 
-def workload(path: Path, *, load: float | None = None, **stream: Any) -> Workload:
+def workload(path: Path, *, load: float | None = None, at_a_time: float | None = None, **stream: Any) -> Workload:
     recorded = {"path": str(path), **stream.pop("sessions", {})}
     spec = {"streams": [{"name": "agents", "sessions": recorded, **(stream or {"concurrency": 2})}]}
-    return build_workload(parse_workload(spec, source="test"), load=load)
+    return build_workload(parse_workload(spec, source="test"), load=load, sessions=at_a_time)
 
 
 def sessions(asked: Workload) -> list[Session]:
@@ -128,13 +128,15 @@ def test_sessions_share_tools_and_system_prompts_only_where_asked(tmp_path: Path
     assert other[0].content != one[0].content
 
 
-def test_load_of_closed_loops_is_the_number_of_sessions_which_begin_in_the_ramp(tmp_path: Path) -> None:
+def test_closed_loops_have_so_many_sessions_at_a_time_which_begin_in_the_ramp(tmp_path: Path) -> None:
     path = write(tmp_path, *[CHAT] * 6)
-    asked = workload(path, load=4, concurrency=2, ramp_s=8.0)
+    asked = workload(path, at_a_time=4, concurrency=2, ramp_s=8.0)
     assert asked.streams[0].concurrency == 4
     assert [each.start_s for each in sessions(asked)] == [0.0, 2.0, 4.0, 6.0, 0.0, 0.0]
-    with pytest.raises(WorkloadError, match="a number of sessions at a time"):
-        workload(path, load=0.5)
+    with pytest.raises(WorkloadError, match=r"cannot have 0\.5 sessions at a time"):
+        workload(path, at_a_time=0.5)
+    with pytest.raises(WorkloadError, match="cannot have 3 sessions at a time"):
+        workload(path, at_a_time=3, arrivals={"rate": 1})
 
 
 def test_open_loop_begins_each_session_once(tmp_path: Path) -> None:
