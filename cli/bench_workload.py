@@ -215,7 +215,7 @@ def workload_spec(
 
 
 def _has_sessions(trace: Path) -> bool:
-    from measure.workload.session_traces import is_session_trace
+    from measure.workload.session_files import is_session_trace
 
     return is_session_trace(trace)
 

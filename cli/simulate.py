@@ -295,7 +295,7 @@ def _replay(
 
 def _recorded(replay: ReplayOptions, sessions: SessionOptions) -> "RecordedSpec | None":
     """Return the sessions that are replayed; None for any other trace. Raises CliError."""
-    from measure.workload.session_traces import is_session_trace
+    from measure.workload.session_files import is_session_trace
     from measure.workload.spec import RecordedSpec
 
     if not is_session_trace(replay.trace):

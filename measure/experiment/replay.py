@@ -15,7 +15,7 @@ from measure.load.session_figures import STRETCH
 from measure.simulate.bound import Bound, BoundFleet, goodput_bound
 from measure.workload.build import build_workload
 from measure.workload.recorded import chosen_sessions
-from measure.workload.session_traces import files_of
+from measure.workload.session_files import files_of
 from measure.workload.sessions import Content, Session, Stream, Turn, Workload
 from measure.workload.spec import ArrivalsSpec, RecordedSpec, RecordedStreamSpec, WorkloadSpec
 from measure.workload.traces import Trace, read_trace

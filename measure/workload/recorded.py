@@ -9,7 +9,8 @@ from functools import lru_cache
 from measure.workload.arrivals import arrival_times
 from measure.workload.drawing import Drawing, Sort
 from measure.workload.playing import cut_segment
-from measure.workload.session_traces import RecordedSession, read_sessions
+from measure.workload.session_files import read_sessions
+from measure.workload.session_traces import RecordedSession
 from measure.workload.sessions import Beginning, Segment, Session, Turn
 from measure.workload.spec import RecordedSpec, RecordedStreamSpec, WorkloadError
 

@@ -1,33 +1,20 @@
 """Recorded sessions of agents: prompts that grow, pauses for tools and people, sub-agents beside their parents.
 
-The files have lengths, times and the prefixes that prompts share, and no text. Formats:
-
-- Packed sessions, JSON lines, `.jsonl` or `.jsonl.gz`: `requests` of a session with `t` (s), `in`, `out` (tokens),
-  `api_s`, `think_s`, `agent`; `like: [j, k]` are the first `k` blocks of request `j`, `new` the ids that follow.
-- kv-cache-tester, a `.json` file per session, or a folder of them: `requests` with `hash_ids`; entries of the type
-  `subagent` hold the requests of one.
-- Spans of OpenTelemetry, a `.json` file per session, or a folder of them (`measure.workload.span_traces`).
+A recording has lengths, times and the prefixes that prompts share, and no text (`measure.workload.session_files`).
 
 A prompt that keeps all of an earlier one begins with its answer too, as far as it grew by that much. A request waits
 for the one before of its agent, the first of a sub-agent for the last answer of its parent before it, and the parent
 for sub-agents that had ended when it went on.
 """
 
-import gzip
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from measure.workload.playing import cut_segment
 from measure.workload.sessions import Beginning, Segment, Turn
-from measure.workload.traces import TraceError
 
 BLOCK_SIZE = 64
 """Tokens of a block id, where a file does not say."""
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,92 +47,6 @@ class RecordedRequest:
     """Requests that it waits for; None: by the rule above."""
     pause_s: float | None = None
     """Time after the request before of its agent; None: as the times say."""
-
-
-class _Request(BaseModel):
-    t: _Seconds
-    num_in: PositiveInt = Field(alias="in")
-    out: NonNegativeInt
-    api_s: _Seconds | None = None
-    think_s: _Seconds | None = None
-    agent: str = ""
-
-
-class _Packed(_Request):
-    like: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
-
-
-class _PackedSession(BaseModel):
-    session: str = ""
-    tool_tokens: NonNegativeInt | None = None
-    system_tokens: NonNegativeInt | None = None
-    requests: list[_Packed] = Field(min_length=1)
-
-
-def is_session_trace(path: Path) -> bool:
-    """Return whether a path holds recorded sessions, by its name or the keys of its first line. Raises OSError."""
-    if path.is_dir() or path.suffix.lower() in (".gz", ".json"):
-        return True
-    if path.suffix.lower() != ".jsonl" or not path.is_file():
-        return False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return '"requests"' in file.readline()
-
-
-def files_of(path: Path) -> tuple[Path, ...]:
-    """Return the files of a trace of sessions, in order: itself, or those of a folder."""
-    return tuple(sorted(path.glob("*.json"))) if path.is_dir() else (path,)
-
-
-def read_sessions(path: Path) -> Iterator[RecordedSession]:
-    """Yield the sessions of a file or folder, in its order. Raises TraceError, OSError."""
-    if path.suffix.lower() in (".jsonl", ".gz"):
-        yield from _packed(path)
-        return
-    raise TraceError(f"{path}: sessions are in .jsonl, .jsonl.gz or .json files")
-
-
-def _packed(path: Path) -> Iterator[RecordedSession]:
-    is_compressed = path.suffix.lower() == ".gz"
-    with gzip.open(path, "rt", encoding="utf-8") if is_compressed else path.open(encoding="utf-8") as file:
-        try:
-            for line, text in enumerate(file, start=1):
-                if text.strip():
-                    yield _packed_session(text, f"{path}:{line}")
-        except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-            raise TraceError(f"{path}: cannot be read: {error}") from None
-
-
-def _packed_session(text: str, where: str) -> RecordedSession:
-    read = checked(_PackedSession, text, where)
-    requests = []
-    for index, each in enumerate(read.requests):
-        j, k = each.like
-        if k and j >= index:
-            raise TraceError(f"{where}: requests.{index}.like: request {j} is not an earlier one")
-        requests.append(_recorded(each, Beginning(j, k * BLOCK_SIZE)))
-    return session_of(read.session or where, requests, tools=read.tool_tokens, system=read.system_tokens)
-
-
-def _recorded(each: _Request, kept: Beginning) -> RecordedRequest:
-    return RecordedRequest(
-        at_s=each.t,
-        end_s=each.t + (each.api_s or 0.0),
-        num_prompt_tokens=each.num_in,
-        num_output_tokens=max(1, each.out),
-        agent=each.agent,
-        kept=kept,
-        pause_s=each.think_s,
-    )
-
-
-def checked(kind: type[Any], text: str, where: str) -> Any:
-    """Return a model's value of a JSON text. Raises TraceError."""
-    try:
-        return kind.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise TraceError(f"{where}: {'.'.join(map(str, first['loc'])) or 'session'}: {first['msg']}") from None
 
 
 # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────────────

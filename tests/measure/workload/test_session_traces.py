@@ -10,7 +10,8 @@ import pytest
 
 from measure.workload.build import build_workload
 from measure.workload.recorded import shrunk_session
-from measure.workload.session_traces import RecordedSession, is_session_trace, read_sessions
+from measure.workload.session_files import is_session_trace, read_sessions
+from measure.workload.session_traces import RecordedSession
 from measure.workload.sessions import Beginning, Session, Workload
 from measure.workload.spec import WorkloadError, parse_workload
 from measure.workload.traces import TraceError
