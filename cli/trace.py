@@ -17,13 +17,20 @@ def trace() -> None:
 
 @trace_app.command()
 def stats(
-    path: Annotated[Path, typer.Argument(metavar="TRACE", help="Mooncake or a recording (.jsonl), Azure (.csv).")],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="TRACE", help="Mooncake or a recording (.jsonl), Azure (.csv), or recorded sessions."),
+    ],
     workers: Annotated[int, typer.Option("--workers", "-w", min=1, help="Number of caches.")] = 8,
     blocks: Annotated[int, typer.Option("--blocks", "-b", min=1, help="Blocks per cache.")] = 3000,
     limit: Annotated[
         int | None,
         typer.Option(
-            "--limit", "-n", min=1, help="Number of requests from the beginning; default: all.", show_default=False
+            "--limit",
+            "-n",
+            min=1,
+            help="Number of requests, or sessions, from the beginning; default: all.",
+            show_default=False,
         ),
     ] = None,
     trace_block_size: Annotated[
@@ -45,10 +52,27 @@ def stats(
                   else the worker that has computed least
 
     Caches evict the least recently used blocks; the end of a prompt goes first.
+    Of recorded sessions it prints lengths, reuse within sessions, and pauses.
     """  # noqa: D301 - \b marks a preformatted block
-    from measure.workload.trace_stats import placement_line, round_robin_hits, stats_table, sticky_hits, trace_stats
-    from measure.workload.traces import read_trace
+    from itertools import islice
 
+    from measure.workload.session_files import is_session_trace, read_sessions
+    from measure.workload.trace_stats import (
+        placement_line,
+        round_robin_hits,
+        session_stats_table,
+        stats_table,
+        sticky_hits,
+        trace_stats,
+    )
+    from measure.workload.traces import TraceError, read_trace
+
+    if is_session_trace(path):
+        sessions = list(islice(read_sessions(path), limit))
+        if not sessions:
+            raise TraceError(f"{path}: has no sessions")
+        print_wide(session_stats_table(sessions))
+        return
     trace = read_trace(path, block_size=trace_block_size)
     if limit is not None:
         trace = trace.first(limit)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
+from measure.workload.session_traces import RecordedSession
+from measure.workload.sessions import Session
 from measure.workload.traces import Trace
 
 
@@ -138,7 +140,7 @@ def _leading(block_ids: Sequence[int], present: "set[int] | OrderedDict[int, Non
     return len(block_ids)
 
 
-def _spread_of(values: Sequence[int]) -> Spread:
+def _spread_of(values: Sequence[float]) -> Spread:
     p50, p90, p99 = np.percentile(values, [50, 90, 99])
     return Spread(mean=float(np.mean(values)), p50=float(p50), p90=float(p90), p99=float(p99), max=float(max(values)))
 
@@ -156,6 +158,27 @@ def stats_table(stats: TraceStats) -> Table:
         ("blocks", f"{stats.num_blocks:,}, {stats.num_unique_blocks:,} different"),
         ("infinite-cache hit", f"{stats.infinite_cache_hit:.2%} of all blocks"),
         ("more than one block hit", f"{stats.share_beyond_first:.1%} of the requests"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def session_stats_table(sessions: Sequence[RecordedSession]) -> Table:
+    """Return the statistics of recorded sessions, at least one, one per line."""
+    plain = [Session(index=0, kind="", start_s=0.0, turns=session.turns) for session in sessions]
+    prompts = [length for session in plain for length in session.prompt_lengths()]
+    turns = [turn for session in plain for turn in session.turns]
+    kept = sum(turn.beginning.num_tokens for turn in turns if turn.beginning is not None)
+    pauses = [turn.think_s for turn in turns if turn.after]
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in (
+        ("sessions", f"{len(sessions):,}, {sum(each.num_agents > 1 for each in sessions):,} of them with sub-agents"),
+        ("requests", f"{len(turns):,}; of a session {_in_words(_spread_of([len(each.turns) for each in plain]))}"),
+        ("prompt tokens", _in_words(_spread_of(prompts))),
+        ("output tokens", _in_words(_spread_of([turn.num_output_tokens for turn in turns]))),
+        ("new tokens of a turn", _in_words(_spread_of([turn.num_own_tokens for turn in turns]))),
+        ("infinite-cache hit", f"{kept / sum(prompts):.2%} of all prompt tokens, within sessions"),
+        ("pauses", f"{_in_words(_spread_of(pauses))} s" if pauses else "none"),
     ):
         table.add_row(name, value)
     return table

@@ -108,6 +108,16 @@ def test_simulate_refuses_options_that_sessions_do_not_have(
     assert message in result.stderr.replace("\n", " ")
 
 
+def test_trace_stats_of_sessions_are_lengths_reuse_and_pauses(run: Run, folder: Path) -> None:
+    result = run("trace", "stats", write_sessions(folder, 3), "--limit", "2")
+    assert result.exit_code == 0, result.output
+    assert "2, 2 of them with sub-agents" in result.stdout
+    assert re.search(r"requests +8; of a session mean 4", result.stdout)
+    assert re.search(r"infinite-cache hit +57\.28", result.stdout)
+    (folder / "sessions.jsonl").write_text('{"requests": 3}\n')
+    assert "requests: Input should be a valid array" in run("trace", "stats", "sessions.jsonl").stderr.replace("\n", " ")
+
+
 def test_simulate_refuses_options_for_sessions_with_a_trace_of_requests(run: Run) -> None:
     result = run("simulate", "-t", SMALL, "-p", "round_robin", "-o", "out", "--sessions", "3")
     assert "has no sessions" in result.stderr.replace("\n", " ")

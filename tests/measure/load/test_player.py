@@ -108,7 +108,7 @@ def agents() -> Session:
     return Session(index=0, kind="agent", start_s=0.0, turns=turns)
 
 
-def test_sub_agent_is_sent_beside_its_parent_and_compacted_prompts_hold_part_of_a_text() -> None:
+def test_sub_agent_is_sent_beside_its_parent_and_kept_texts_may_be_cut() -> None:
     target = ScriptedTarget(ttft_s=0.1, gap_s=0.01)
     records = played(target, agents())
     assert [(record.turn, record.due_s) for record in records] == [

@@ -51,7 +51,7 @@ HASHED = {
 }
 
 
-def test_kv_cache_testers_blocks_become_beginnings_and_sub_agents_have_the_sessions_times(tmp_path: Path) -> None:
+def test_kv_cache_testers_blocks_become_beginnings_of_prompts(tmp_path: Path) -> None:
     session = read(tmp_path, HASHED)
     assert (session.name, session.num_tool_tokens, session.num_agents) == ("f64a", 64, 2)
     assert lengths(session) == [140, 70, 150, 260, 100]
