@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from measure.workload.session_traces import BLOCK_SIZE, RecordedRequest, RecordedSession, session_of
+from measure.workload.session_traces import BLOCK_SIZE, PrefixTree, RecordedRequest, RecordedSession, session_of
 from measure.workload.sessions import Beginning
 from measure.workload.span_traces import requests_of
 from measure.workload.traces import TraceError
@@ -130,22 +130,11 @@ def _flat(read: _HashedSession) -> list[_Hashed]:
 
 def _with_prefixes(requests: Sequence[_Hashed], block_size: int) -> list[RecordedRequest]:
     """Return the requests, each with the latest earlier one that shares most of its leading blocks."""
-    nodes: dict[tuple[int, int], int] = {}
-    last_of: list[int] = [0]
+    tree = PrefixTree()
     found = []
-    for index, request in enumerate(requests):
-        node, depth, kept = 0, 0, Beginning(0, 0)
-        for block_id in request.hash_ids:
-            child = nodes.get((node, block_id))
-            if child is None:
-                child = nodes[node, block_id] = len(last_of)
-                last_of.append(index)
-            elif last_of[child] < index:
-                depth += 1
-                kept = Beginning(last_of[child], depth * block_size)
-                last_of[child] = index
-            node = child
-        found.append(_recorded(request, kept))
+    for request in requests:
+        turn, num_blocks = tree.add(request.hash_ids)
+        found.append(_recorded(request, Beginning(turn, num_blocks * block_size)))
     return found
 
 

@@ -7,7 +7,7 @@ for the one before of its agent, the first of a sub-agent for the last answer of
 for sub-agents that had ended when it went on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from measure.workload.playing import cut_segment
@@ -50,6 +50,30 @@ class RecordedRequest:
 
 
 # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PrefixTree:
+    """Finds, for each of several lists of ids, the latest one before it that begins most alike."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, Hashable], int] = {}
+        self._last_of = [0]
+        self._num_added = 0
+
+    def add(self, ids: Iterable[Hashable]) -> tuple[int, int]:
+        """Add a list; return the number of the earlier list, and how many leading ids they have in common."""
+        node, depth, found = 0, 0, 0
+        for each in ids:
+            child = self._nodes.get((node, each))
+            if child is None:
+                child = self._nodes[node, each] = len(self._last_of)
+                self._last_of.append(self._num_added)
+            elif self._last_of[child] < self._num_added:
+                depth, found = depth + 1, self._last_of[child]
+                self._last_of[child] = self._num_added
+            node = child
+        self._num_added += 1
+        return found, depth
 
 
 def session_of(

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from measure.workload.session_traces import RecordedRequest
+from measure.workload.session_traces import PrefixTree, RecordedRequest
 from measure.workload.sessions import Beginning
 from measure.workload.traces import TraceError
 
@@ -69,7 +69,9 @@ def requests_of(document: Mapping[str, Any], where: str) -> list[RecordedRequest
         raise TraceError(f"{where}: spans: none is a call of a model")
     prompts = [call.messages() for call in calls]
     requests: list[RecordedRequest] = []
+    tree = PrefixTree()
     for index, call in enumerate(calls):
+        found = tree.add(prompts[index])
         after = _after(calls, index)
         num_prompt_tokens = call.count(_INPUT, sum(map(len, prompts[index])))
         request = RecordedRequest(
@@ -81,27 +83,21 @@ def requests_of(document: Mapping[str, Any], where: str) -> list[RecordedRequest
             kept=Beginning(0, 0),
             after=after,
         )
-        request.kept = _kept(requests, prompts, request) if prompts[index] else _continued(requests, request)
+        request.kept = _kept(requests, prompts, found) if prompts[index] else _continued(requests, request)
         requests.append(request)
     return requests
 
 
-def _kept(requests: Sequence[RecordedRequest], prompts: Sequence[list[str]], request: RecordedRequest) -> Beginning:
-    """Return the earlier prompt with most leading messages in common, by its tokens."""
-    own = prompts[len(requests)]
-    best, turn = 0, 0
-    for index in range(len(requests)):
-        common = next((i for i, (a, b) in enumerate(zip(own, prompts[index], strict=False)) if a != b), None)
-        common = min(len(own), len(prompts[index])) if common is None else common
-        if common >= best:
-            best, turn = common, index
-    if not best:
+def _kept(requests: Sequence[RecordedRequest], prompts: Sequence[list[str]], found: tuple[int, int]) -> Beginning:
+    """Return a prompt's leading messages that it has in common with an earlier one, by their tokens."""
+    turn, num_messages = found
+    if not num_messages:
         return Beginning(0, 0)
-    source = requests[turn]
-    if best == len(prompts[turn]):
+    source, messages = requests[turn], prompts[turn]
+    if num_messages == len(messages):
         return Beginning(turn, source.num_prompt_tokens)
-    share = sum(map(len, own[:best])) / sum(map(len, own))
-    return Beginning(turn, min(int(share * request.num_prompt_tokens), source.num_prompt_tokens))
+    share = sum(map(len, messages[:num_messages])) / sum(map(len, messages))
+    return Beginning(turn, int(share * source.num_prompt_tokens))
 
 
 def _continued(requests: Sequence[RecordedRequest], request: RecordedRequest) -> Beginning:
@@ -114,7 +110,7 @@ def _continued(requests: Sequence[RecordedRequest], request: RecordedRequest) ->
 def _after(calls: Sequence[_Span], index: int) -> tuple[int, ...]:
     call = calls[index]
     ended = [i for i in range(index) if _may_wait(call, calls[i])]
-    return tuple(i for i in ended if not any(_may_wait(calls[j], calls[i]) for j in ended))
+    return tuple(i for i in ended if not any(_may_wait(calls[j], calls[i]) for j in reversed(ended)))
 
 
 def _may_wait(one: _Span, other: _Span) -> bool:

@@ -115,7 +115,9 @@ def test_trace_stats_of_sessions_are_lengths_reuse_and_pauses(run: Run, folder: 
     assert re.search(r"requests +8; of a session mean 4", result.stdout)
     assert re.search(r"infinite-cache hit +57\.28", result.stdout)
     (folder / "sessions.jsonl").write_text('{"requests": 3}\n')
-    assert "requests: Input should be a valid array" in run("trace", "stats", "sessions.jsonl").stderr.replace("\n", " ")
+    assert "requests: Input should be a valid array" in run("trace", "stats", "sessions.jsonl").stderr.replace(
+        "\n", " "
+    )
 
 
 def test_simulate_refuses_options_for_sessions_with_a_trace_of_requests(run: Run) -> None:

@@ -148,7 +148,7 @@ def test_messages_in_common_are_a_prompts_beginning(tmp_path: Path) -> None:
     assert beginnings[:2] == [Beginning(0, 0), Beginning(0, 120)]
     assert beginnings[2] is not None
     assert beginnings[2].turn == 1
-    assert 80 <= beginnings[2].num_tokens <= 100
+    assert 95 <= beginnings[2].num_tokens <= 105  # 100, by their characters
     assert beginnings[3] == Beginning(0, 0)
     assert session.turns[3].num_output_tokens == 10  # four characters are a token
 
