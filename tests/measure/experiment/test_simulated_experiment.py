@@ -1,15 +1,17 @@
 """An experiment in virtual time from its file to its page."""
 
 import html
+import json
 import multiprocessing
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from cli.experiment import experiment_app
-from measure.experiment.points import Source
+from measure.experiment.points import LoadUnit, Source
 from measure.experiment.prepare import Choices, prepare
 from measure.experiment.report import findings_of, write_report
 from measure.experiment.search import measure_side_by_side
@@ -152,3 +154,28 @@ def test_page_of_many_arms_of_one_size_draws_the_best_ones(tmp_path: Path) -> No
     page = write_report(store, findings_of(store)).read_text()
     assert [f'"name":"policy {n}"' in page for n in (1, 2, 3, 10)] == [False, False, True, True]
     assert "load, requests" in page
+
+
+def test_recorded_sessions_are_an_experiment_whose_loads_are_sessions_at_a_time(tmp_path: Path) -> None:
+    requests = [
+        {"t": 0, "in": 900, "out": 40, "api_s": 1, "think_s": 0, "new": []},
+        {"t": 5, "in": 1300, "out": 40, "api_s": 1, "think_s": 4, "like": [0, 14], "new": []},
+    ]
+    lines = [json.dumps({"session": f"s{number}", "requests": requests}) for number in range(6)]
+    (tmp_path / "sessions.jsonl").write_text("\n".join(lines))
+    raw = yaml.safe_load(FILE)
+    raw["workload"] = {"streams": [{"name": "agents", "sessions": {"path": "sessions.jsonl"}, "concurrency": 1}]}
+    raw |= {"loads": [1, 3], "repeats": 1, "duration_s": 600, "warm_up_s": 0, "stretch": 1.5}
+    (tmp_path / "agents.yaml").write_text(yaml.safe_dump(raw))
+    output = kvrelay_experiment("run", tmp_path / "agents.yaml", "--simulate", "--out", tmp_path / "out")
+    points = list(Store(tmp_path / "out").points())
+    assert [(point.arm.name, point.load) for point in points] == [
+        (arm, load) for arm in ("1P1D", "2 aggregated") for load in (1.0, 3.0)
+    ]
+    for point in points:
+        assert point.load_unit is LoadUnit.SESSIONS
+        assert point.sessions is not None
+        assert (point.sessions.num_sessions, point.sessions.num_good) == (6, 6)
+        assert point.sessions.stretch_limit == 1.5
+    assert "sessions at a time" in output
+    assert "Interactivity and throughput" in (tmp_path / "out" / "report.html").read_text()
