@@ -64,7 +64,7 @@ class RouterConfig(Section):
     for which that costs less (`predictive`), at most 32 tokens under the other policies."""
     max_prefill_wait_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.1
     """With `predictive`, a prompt that would wait longer than this many seconds at every worker waits in the router's
-    line instead."""
+    line instead, which keeps it in order. While half of the workers are free it waits at the worker."""
     max_queued: Annotated[int | None, Field(ge=1), Need.ROUTERS] = None
     """Requests that wait for a plan; more are refused. Each tenant can always hold its share of them, by `weight`.
     `null`: 512, or 4 for each worker if that is more."""

@@ -13,7 +13,7 @@ from common.errors import Refused
 from common.ids import WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
 from common.wire_names import PlanKind
-from router.placement.plans import FleetView, PlacementRequest, Plan, Policy, Pull, RetainedOn
+from router.placement.plans import Busy, FleetView, PlacementRequest, Plan, Policy, Pull, RetainedOn
 from tests.router import fleets
 from tests.router.fleets import worker
 
@@ -53,6 +53,20 @@ def test_prompt_goes_where_the_wait_costs_less_than_computing_elsewhere() -> Non
             load("p0", prefill_free_at_s=wait_s, timing=slow), load("p1", timing=slow), load("d0", timing=slow)
         )
         assert choose(request(1001, cached), view).prefill == expected, wait_s
+
+
+def test_prompt_waits_at_the_worker_with_its_prefix_only_while_others_are_free() -> None:
+    slow = replace(TIMING, links={None: LinkModel(latency_s=100.0, bytes_per_s=1e9)})
+    warm, decode = load("p0", prefill_free_at_s=0.8, timing=slow), load("d0", timing=slow)
+    asked = request(1001, {"p0": 8})
+    plan = choose(asked, fleet(warm, load("p1", timing=slow), decode), max_prefill_wait_s=0.1)
+    assert plan.prefill == "p0"
+    assert plan.max_wait_s >= 0.8, "the worker would send it back to the line"
+    busy = fleet(warm, load("p1", prefill_free_at_s=0.5, timing=slow), decode)
+    assert isinstance(policy(max_prefill_wait_s=0.1).choose(asked, busy), Busy), "nothing orders it any more"
+    late = replace(asked, ttft_slo_s=0.5)
+    view = fleet(warm, load("p1", timing=slow), decode)
+    assert isinstance(policy(max_prefill_wait_s=0.1).choose(late, view), Busy)
 
 
 def test_prefix_is_pulled_when_moving_it_is_faster_than_computing_it() -> None:

@@ -19,9 +19,10 @@ For a prefill worker P and a decode worker D, and for a decode worker that compu
   at a multiple of the objective, so that it outweighs everything else.
 
 A plan whose wait is longer than `max_prefill_wait_s` is not made yet: the request stays in the router's line, where the
-order can still change and where the next free worker takes the most urgent request. A request that will miss its
-objective anyway waits for a worker that is free. The worker refuses a prompt that would wait much longer, because
-another router was quicker; the request then takes its place in line again (`Plan.max_wait_s`).
+order can still change and where the next free worker takes the most urgent request. While half of the workers are free,
+there is nothing to order: the request waits at the worker, so that none behind it in line is held up. A request that
+will miss its objective anyway waits for a worker that is free. The worker refuses a prompt that would wait much longer,
+because another router was quicker; the request then takes its place in line again (`Plan.max_wait_s`).
 
 One copy is enough: after a handoff, both workers hold the same blocks. One of them keeps its copy for later and the
 other evicts it first, so that both pools together hold twice as many different blocks; pulls bring them to where they
@@ -65,6 +66,8 @@ NETWORK_S = 1e-3
 """Time that calls add to a first token."""
 WAIT_TOLERANCE = 2.0
 """Waits at which a worker refuses a prompt, in multiples of the longest for which it is sent there."""
+SLACK_SHARE = 0.5
+"""Share of free workers from which a prompt waits at the worker that holds its prefix, not in the line."""
 NUM_PRESELECTED = 6
 """Workers that are priced for each virtue when a pool is large."""
 NUM_HOLDERS = 64
@@ -100,6 +103,8 @@ class Predictive:
         max_wait_s = self._settings.max_prefill_wait_s
         if max_wait_s != math.inf and request.waited_s + best.prompt.ready_s > request.ttft_slo_s:
             max_wait_s = 0.0  # busy workers are left to requests that may be in time, at this and at other routers
+        elif _is_slack(eligible.prefill or eligible.decode, free_by_s=request.now_s + max_wait_s):
+            max_wait_s = max(max_wait_s, best.prompt.wait_s)
         if best.prompt.wait_s > max_wait_s:
             return refuse_busy(best.prompt.worker, best.prompt.wait_s, max_wait_s)
         return replace(self._plan(request, fleet, options), max_wait_s=WAIT_TOLERANCE * max_wait_s)
@@ -207,6 +212,11 @@ class Predictive:
             self._dealt -= 1.0
             return RetainedOn.PREFILL
         return RetainedOn.DECODE
+
+
+def _is_slack(pool: PoolLoads, *, free_by_s: float) -> bool:
+    """Return whether so many workers are free by a time that nothing is gained by an order of the requests."""
+    return float((pool.prefill_free_at_s <= free_by_s).mean()) >= SLACK_SHARE
 
 
 def _reason(request: PlacementRequest, option: PlanForecast) -> str:
