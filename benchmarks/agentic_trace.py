@@ -9,16 +9,60 @@ arrival are written in Mooncake's format, with ids of 512-token blocks: equal le
 What different sessions share is not known, so they share nothing.
 """
 
+import gzip
+import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from benchmarks.command import command_line, terminal
-from benchmarks.tiers import TRACE_BLOCK, AgentRequest, Session, read_sessions
 from measure.workload.traces import MOONCAKE_BLOCK_SIZE, TraceRequest, write_trace
 
+TRACE_BLOCK = 64
+"""Tokens of the file's blocks."""
 _STRIDE = MOONCAKE_BLOCK_SIZE // TRACE_BLOCK
+
+
+_NUM_IDS = 1 << 20
+"""Contents of a session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRequest:
+    """A request of a session."""
+
+    at_s: float
+    """Time since its session began."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    block_ids: list[int]
+    """Content of each block of 64 tokens, a partial last one included."""
+
+
+Session = Sequence[AgentRequest]
+
+
+def read_sessions(path: Path) -> Iterator[Session]:
+    """Yield the sessions of a file with the requests' own times. Contents of different sessions differ."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file):
+            session: list[AgentRequest] = []
+            for raw in json.loads(line)["requests"]:
+                j, k = raw.get("like", (0, 0))
+                ids = session[j].block_ids[:k] if k else []
+                for first, count in raw["new"]:
+                    ids = [*ids, *range(number * _NUM_IDS + first, number * _NUM_IDS + first + count)]
+                session.append(
+                    AgentRequest(
+                        at_s=raw["t"],
+                        num_prompt_tokens=min(raw["in"], TRACE_BLOCK * len(ids)),
+                        num_output_tokens=max(1, raw["out"]),
+                        block_ids=ids,
+                    )
+                )
+            yield session
 
 
 class _BlockIds:
@@ -29,7 +73,7 @@ class _BlockIds:
 
     def of(self, request: AgentRequest) -> tuple[int, ...]:
         """Return the ids of a prompt's blocks, a partial last one included."""
-        contents = request.block_ids[: -(-request.num_prompt_tokens // TRACE_BLOCK)].tolist()
+        contents = request.block_ids[: -(-request.num_prompt_tokens // TRACE_BLOCK)]
         ids, before = [], -1
         for start in range(0, len(contents), _STRIDE):
             before = self._known.setdefault((before, *contents[start : start + _STRIDE]), len(self._known))
