@@ -279,6 +279,7 @@ class PrefixPuller:
                 return await fetch(landing)
             finally:
                 self._roots[root] -= 1
+                self._roots += Counter()  # without those that are 0: clients can make up any number
                 self._running = {key: end for key, end in self._running.items() if end is not ended}
                 ended.set()
 

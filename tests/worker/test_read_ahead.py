@@ -121,6 +121,7 @@ async def test_another_tenant_cannot_have_the_blocks_of_the_first_one_read() -> 
         assert await read_ahead(worker, prompt(1), hash_root=other.hash_root) == 0
         assert await num_in_pages(worker, prompt(1)) == 0
         assert worker.runtime.read_ahead.outcomes == {PullOutcome.EVICTED: 1}
+        assert not worker.runtime.prefixes._roots, "a made-up root is not remembered"  # noqa: SLF001
 
 
 async def test_a_cancelled_call_stops_reading_and_holds_nothing() -> None:
