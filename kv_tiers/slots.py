@@ -7,14 +7,18 @@ A *slot* is the place of one block in a medium; all are equally large. A slot is
       └───── free ────── leaving <── drop ───┘
 
 A held slot may be *pinned* by threads that read it: it is not evicted then. A slot that is *leaving* keeps its place
-until its bytes are overwritten; a pinned one, until its last reader has left.
+until its bytes are overwritten; a pinned one, until its last reader has left. One that the medium could not overwrite
+is not free but *set aside* for a while; the books say whose bytes may still be there.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.block_hash import HASH_BYTES
 from common.ids import BlockHash
+
+_NO_HASH = BlockHash(bytes(HASH_BYTES))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,6 +29,8 @@ class Slot:
     block_hash: BlockHash
     root_tag: bytes
     """Names the tenant without revealing it; see `common.trust.sealing`."""
+    earlier: frozenset[bytes] = frozenset()
+    """Root tags of blocks that had its place before and whose bytes may be there until this one is written."""
     seal: bytes = b""
     """What the medium needs to verify the bytes."""
     used: int = 0
@@ -49,6 +55,10 @@ class Slots:
         self._writing: dict[BlockHash, Slot] = {}
         self._freed: list[int] = []
         """Slots that were used before: their place in the file system is allocated."""
+        self._aside: dict[int, frozenset[bytes]] = {}
+        """Slots that could not be overwritten, by number, and root tags of the blocks whose bytes may be there."""
+        self._unclean: dict[int, frozenset[bytes]] = {}
+        """The same of free slots: what ailed them may be over, or there was no space."""
         self._num_begun = 0
         """Slots below this number were used before."""
         self._clock = 0
@@ -89,11 +99,18 @@ class Slots:
             return None
         self._clock += 1
         slot = Slot(number=number, block_hash=block_hash, root_tag=root_tag, used=self._clock, noted=self._clock)
+        if evicted is None:
+            slot.earlier = self._unclean.pop(number, frozenset()) or self._aside.pop(number, frozenset())
+        else:
+            slot.earlier = frozenset({evicted.root_tag})
         self._writing[block_hash] = slot
-        return slot, evicted
+        return slot, None if evicted is None else evicted.block_hash
 
-    def _room(self) -> tuple[int | None, BlockHash | None]:
-        if len(self._held) + len(self._writing) < self.limit:
+    def _room(self) -> tuple[int | None, Slot | None]:
+        has_room = len(self._held) + len(self._writing) < self.limit
+        if has_room:
+            if self._unclean:
+                return next(iter(self._unclean)), None
             if self._freed:
                 return self._freed.pop(), None
             if self._num_begun < self.num_slots:
@@ -102,20 +119,27 @@ class Slots:
         for block_hash, slot in self._held.items():
             if not slot.pins:
                 del self._held[block_hash]
-                return slot.number, block_hash
-        return None, None
+                return slot.number, slot
+        return next(iter(self._aside), None) if has_room else None, None
 
     def publish(self, slot: Slot) -> bool:
         """Hold a slot that is written. Returns False when it is to leave: it was dropped meanwhile."""
         del self._writing[slot.block_hash]
+        slot.earlier = frozenset()
         if not slot.is_leaving:
             self._held[slot.block_hash] = slot
         return not slot.is_leaving
 
-    def abandon(self, slot: Slot) -> None:
-        """End a write that failed: the slot is free, unless it is to leave."""
+    def abandon(self, slot: Slot, *, for_space: bool) -> None:
+        """End a write that failed, perhaps for want of space, which is no fault of the slot, unless it is to leave."""
         del self._writing[slot.block_hash]
-        if not slot.is_leaving:
+        if slot.is_leaving:
+            return
+        if not for_space:
+            self.set_aside(slot)
+        elif slot.earlier:
+            self._unclean[slot.number] = slot.earlier
+        else:
             self.free(slot)
 
     def shrink(self) -> None:
@@ -160,13 +184,37 @@ class Slots:
         return not slot.pins and self._writing.get(slot.block_hash) is not slot
 
     def of_root(self, root_tag: bytes) -> list[Slot]:
-        """Return the slots of a tenant, those that are being written included."""
+        """Return the slots that have a tenant's block, or may still have one, and are in use."""
         everything = (*self._held.values(), *self._writing.values())
-        return [slot for slot in everything if slot.root_tag == root_tag]
+        return [slot for slot in everything if slot.root_tag == root_tag or root_tag in slot.earlier]
+
+    def take_unused(self, root_tag: bytes) -> list[Slot]:
+        """Return the slots not in use that may have a tenant's bytes, for the caller to overwrite; they are leaving."""
+        return [
+            Slot(
+                number=number,
+                block_hash=_NO_HASH,
+                root_tag=root_tag,
+                earlier=unused.pop(number),
+                is_leaving=True,
+                is_forgotten=True,
+            )
+            for unused in (self._aside, self._unclean)
+            for number in [number for number, tags in unused.items() if root_tag in tags]
+        ]
 
     def free(self, slot: Slot) -> None:
         """Let a slot that has left be used again."""
         self._freed.append(slot.number)
+
+    def set_aside(self, slot: Slot) -> None:
+        """Let a slot that could not be overwritten be used after all others, until `readmit`."""
+        self._aside[slot.number] = slot.earlier | {slot.root_tag}
+
+    def readmit(self) -> None:
+        """Free the slots that were set aside."""
+        self._unclean |= self._aside
+        self._aside = {}
 
     def clear(self, most: int) -> list[BlockHash]:
         """Hold so many blocks less, and return them; slots stay as they are."""

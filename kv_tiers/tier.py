@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.ids import BlockHash, HashRoot
 from kv_tiers.faults import FaultKind, TierFault
-from kv_tiers.health import SLOW_S
+from kv_tiers.health import RETRY_S, SLOW_S
 from kv_tiers.media import Medium
 from kv_tiers.slots import Slot, Slots
 
@@ -85,6 +85,8 @@ class Tier:
         self._tally = surroundings.tally
         self._on_change = surroundings.on_change
         self._on_outcome = surroundings.on_outcome
+        self._readmitted_s = surroundings.clock.monotonic()
+        """When slots that were set aside were last freed."""
         self._num_running = 0
         self._is_retired = False
 
@@ -102,6 +104,10 @@ class Tier:
                 self._write(slot, root, data)
 
     def _reserve(self, block_hash: BlockHash, root_tag: bytes) -> Slot | None:
+        now_s = self._clock.monotonic()
+        if now_s - self._readmitted_s >= RETRY_S:
+            self._readmitted_s = now_s
+            self.slots.readmit()
         reserved = self.slots.reserve(block_hash, root_tag)
         if reserved is None:
             return None
@@ -121,7 +127,7 @@ class Tier:
             must_erase = slot.is_leaving
             if fault is not None:
                 self._tally.dropped[fault.kind] += 1
-                self.slots.abandon(slot)
+                self.slots.abandon(slot, for_space=fault.kind is FaultKind.FULL)
                 if fault.kind is FaultKind.FULL:
                     self.slots.shrink()
             elif not self._is_retired:
@@ -196,10 +202,10 @@ class Tier:
                     slot.is_forgotten = True
                     if self.slots.drop(slot):
                         self._on_change(slot.block_hash)
-                idle = [slot for slot in slots if self.slots.is_idle(slot)]
+                idle = [slot for slot in slots if self.slots.is_idle(slot)] + self.slots.take_unused(root_tag)
             if all(map(self._erase, idle)) and idle:
                 self._sync()
-        return {slot.block_hash for slot in slots}
+        return {slot.block_hash for slot in slots if slot.root_tag == root_tag}
 
     def retire(self) -> None:
         """Drop all blocks from the books, and close the medium once the last call has ended. Its bytes stay."""
@@ -224,7 +230,7 @@ class Tier:
             self._erase(slot)
 
     def _erase(self, slot: Slot) -> bool:
-        """Overwrite a slot, as far as the medium lets us, and free it. Returns whether it was overwritten."""
+        """Overwrite a slot and free it, or set it aside. Returns whether it was overwritten."""
         is_erased = True
         try:
             self._medium.erase(slot)
@@ -233,7 +239,10 @@ class Tier:
             if slot.is_forgotten:
                 self._remove(fault)
         with self._lock:
-            self.slots.free(slot)
+            if is_erased:
+                self.slots.free(slot)
+            else:
+                self.slots.set_aside(slot)
         return is_erased
 
     def _sync(self) -> None:

@@ -429,3 +429,55 @@ def test_smaller_size_keeps_the_blocks_that_fit(tmp_path: Path) -> None:
     tiers = on_disk(tmp_path, 2)
     assert readable(tiers, range(9)) == {1, 2} and tiers.stats().tiers["disk"].capacity == 2
     tiers.close()
+
+
+class BadSector(FaultyFiles):
+    """Files of which one slot cannot be written."""
+
+    is_bad = True
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        if self.is_bad and self._paths[fd].name == "blocks" and offset == 2 * SLOT_BYTES:
+            raise OSError(errno.EIO, "injected")
+        return super().write(fd, data, offset)
+
+
+def test_a_bad_sector_costs_its_slot_and_no_other(tmp_path: Path) -> None:
+    files, clock = BadSector(), ManualClock()
+    tiers = on_disk(tmp_path, files=files, clock=clock)
+    fill(tiers, *range(1, 30))
+    assert held(tiers) == {27, 28, 29}
+    assert dropped(tiers) == {"io_error": 1} and tiers.stats().alarms == ()
+    clock.advance(RETRY_S)
+    fill(tiers, 30, 31)
+    assert held(tiers) == {28, 29, 31} and dropped(tiers) == {"io_error": 2}, "it is tried again"
+    files.is_bad = False
+    clock.advance(RETRY_S)
+    fill(tiers, 32)
+    assert held(tiers) == {28, 29, 31, 32}
+    tiers.close()
+
+
+def test_a_slot_that_could_not_be_written_is_used_again_when_there_is_no_other(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    tiers = on_disk(tmp_path, 1, files)
+    files.before_write = failing(errno.EIO)
+    fill(tiers, 1)
+    files.before_write = lambda path, num_bytes: None
+    fill(tiers, 2)
+    assert held(tiers) == {2}
+    tiers.close()
+
+
+def test_a_disk_that_is_full_again_and_again_loses_no_slots(tmp_path: Path) -> None:
+    files, clock = FaultyFiles(), ManualClock()
+    tiers = on_disk(tmp_path, files=files, clock=clock)
+    fill(tiers, 1, 2, 3, 4)
+    for i in range(5, 9):
+        files.before_write = failing(errno.ENOSPC)
+        fill(tiers, i)
+        clock.advance(RETRY_S)
+    files.before_write = lambda path, num_bytes: None
+    fill(tiers, 11, 12, 13, 14)
+    assert held(tiers) == {11, 12, 13, 14}
+    tiers.close()

@@ -4,6 +4,8 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from benchmarks.faulty_files import FaultyFiles, failing
 from kv_tiers.health import RETRY_S
 from kv_tiers.records import RECORD_BYTES
@@ -101,4 +103,46 @@ def test_what_cannot_be_overwritten_is_removed_with_everything(tmp_path: Path) -
     clock.advance(RETRY_S)
     fill(tiers, 4)
     assert held(tiers) == {4}
+    tiers.close()
+
+
+@pytest.mark.parametrize("fault", ["read", "evict", "full"])
+def test_a_block_that_a_failing_disk_kept_is_forgotten_once_it_can_be_overwritten(tmp_path: Path, fault: str) -> None:
+    files, clock = FaultyFiles(), ManualClock()
+    tiers = on_disk(tmp_path, files=files, clock=clock)
+    fill(tiers, 1)
+    fill(tiers, 2, 3, 4, root=OTHER)
+    files.before_write = failing(errno.ENOSPC if fault == "full" else errno.EIO)
+    if fault == "read":
+        files.before_read = failing(errno.EIO)
+        assert readable(tiers, [1]) == set(), "it is dropped, and cannot be overwritten"
+    else:
+        fill(tiers, 5, root=OTHER)  # in its place, which is not written
+    files.before_write = files.before_read = lambda path, num_bytes: None
+    tiers.forget(ROOT)
+    assert is_blank(tmp_path, 0, 0)
+    clock.advance(RETRY_S)
+    fill(tiers, 6, root=OTHER)
+    assert held(tiers) == {2, 3, 4, 6}, "its place is used again"
+    tiers.close()
+    after = on_disk(tmp_path)
+    assert held(after) == {2, 3, 4, 6}
+    after.close()
+
+
+def test_a_place_whose_old_block_is_forgotten_while_it_is_written_is_overwritten(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    tiers = on_disk(tmp_path, 1, files)
+    fill(tiers, 1)
+
+    def forget_and_fail(path: Path, num_bytes: int) -> None:
+        files.before_write = lambda path, num_bytes: None
+        tiers.forget(ROOT)
+        raise OSError(errno.EIO, "injected")
+
+    files.before_write = forget_and_fail
+    fill(tiers, 2, root=OTHER)
+    assert is_blank(tmp_path, 0, 0)
+    fill(tiers, 3, root=OTHER)
+    assert held(tiers) == {3}
     tiers.close()
