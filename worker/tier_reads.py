@@ -9,7 +9,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from common.clock import Clock
@@ -18,6 +17,7 @@ from engine.kv_store import PIECE_BYTES, KvShape, KvStore
 from engine.steps.landing import Landing
 from kv_tiers.tiers import Tiers
 from kv_transfer.transports.transport import to_end
+from worker.tier_threads import TierThreads
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class TierReads:
         self._clock = clock
         self._on_read = on_read
         self._stride = piece_blocks(store.shape)
-        self._threads = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="tier-read")
+        self._threads = TierThreads(_NUM_READERS, name="tier-read")
         self._num_stuck = 0
 
     @property
@@ -126,7 +126,7 @@ class TierReads:
 
     def close(self) -> None:
         """End the threads, those that wait for their disk excepted. No read may be running."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
     def _write(self, pages: Sequence[BlockId], idx: int, data: memoryview) -> None:
         self._store.write_blocks([pages[idx]], data)

@@ -12,7 +12,6 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +28,7 @@ from kv_transfer.transports.grpc_chunks import chunks_of
 from kv_transfer.transports.transport import sealed
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from worker.tier_reads import SLOW_S, Filling, piece_blocks
+from worker.tier_threads import TierThreads
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class TierServing:
         self._clock = clock
         self._on_read = on_read
         self._stride = piece_blocks(shape)
-        self._threads = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="tier-serve")
+        self._threads = TierThreads(_NUM_READERS, name="tier-serve")
         self._roots: Counter[HashRoot] = Counter()
         """Roots of the reads under way."""
         self._num_left = 0
@@ -198,7 +198,7 @@ class TierServing:
 
     def close(self) -> None:
         """End the threads, those that wait for their disk excepted."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
 
 class _Chunks:

@@ -20,7 +20,6 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -43,6 +42,7 @@ from worker.held_blocks import HeldBlocks
 from worker.read_gate import ReadGate
 from worker.tier_reads import TierReads, piece_blocks
 from worker.tier_serving import TierServing
+from worker.tier_threads import TierThreads
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class WorkerTiers:
         self._woken, self._closing = asyncio.Event(), asyncio.Event()
         self._must_stop = False
         """Whether the thread that writes is to end after the block that it is at."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tier-write", initializer=_step_back)
+        self._thread = TierThreads(1, name="tier-write", initializer=_step_back)
         self._writing: asyncio.Task[None] | None = None
 
     # ── in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -144,7 +144,7 @@ class WorkerTiers:
             await end_all(list(late))
         self._reads.close()
         self.serving.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown()
         try:
             await to_end(self.tiers.close)
         except OSError:  # a disk that fails to the last
