@@ -185,8 +185,9 @@ class Slots:
 
     def of_root(self, root_tag: bytes) -> list[Slot]:
         """Return the slots that have a tenant's block, or may still have one, and are in use."""
-        everything = (*self._held.values(), *self._writing.values())
-        return [slot for slot in everything if slot.root_tag == root_tag or root_tag in slot.earlier]
+        held = [slot for slot in self._held.values() if slot.root_tag == root_tag]
+        writing = self._writing.values()
+        return held + [slot for slot in writing if slot.root_tag == root_tag or root_tag in slot.earlier]
 
     def take_unused(self, root_tag: bytes) -> list[Slot]:
         """Return the slots not in use that may have a tenant's bytes, for the caller to overwrite; they are leaving."""
