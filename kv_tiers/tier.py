@@ -17,8 +17,8 @@ from kv_tiers.slots import Slot, Slots
 _NOTED_SHARE = 8
 """A use is remembered over a restart once a block's noted place in the order is off by this part of all slots: blocks
 that are used all the time are not written all the time."""
-_RETIRED_AT_ONCE = 1 << 11
-"""Blocks that leave the books at a time, in some 4 ms."""
+_AT_ONCE = 1 << 11
+"""Blocks that are touched, or leave the books, at a time, in some 4 ms."""
 _YIELD_S = 1e-3
 """Pause between them: a thread that takes the lock again at once is faster than one that has waited for it."""
 
@@ -167,6 +167,12 @@ class Tier:
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         """Make blocks the most recently used ones; the first of them last."""
+        for end in range(len(hashes), 0, -_AT_ONCE):
+            self._touch(hashes[max(0, end - _AT_ONCE) : end])
+            if end > _AT_ONCE:
+                time.sleep(_YIELD_S)
+
+    def _touch(self, hashes: Sequence[BlockHash]) -> None:
         lag = self.slots.num_slots // _NOTED_SHARE
         with self._running() as runs:
             if not runs:
@@ -215,7 +221,7 @@ class Tier:
         num_left = 1
         while num_left:
             with self._lock:
-                for block_hash in self.slots.clear(_RETIRED_AT_ONCE):
+                for block_hash in self.slots.clear(_AT_ONCE):
                     self._on_change(block_hash)
                 num_left = len(self.slots)
             if num_left:

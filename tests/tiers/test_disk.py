@@ -259,7 +259,7 @@ def test_others_get_at_the_books_while_a_large_tier_is_given_up(
     fill(tiers, *range(7))
     tiers.drain_changes()
     seen = []
-    monkeypatch.setattr("kv_tiers.tier._RETIRED_AT_ONCE", 2)
+    monkeypatch.setattr("kv_tiers.tier._AT_ONCE", 2)
     monkeypatch.setattr("kv_tiers.tier.time.sleep", lambda _s: seen.append((len(tiers), tiers.get(hash_of(0), ROOT))))
     tiers.close()
     assert seen == [(5, None), (3, None), (1, None)]

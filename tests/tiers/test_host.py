@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,3 +106,17 @@ def test_threads_read_whole_blocks_while_others_evict_and_forget_them(tiers: Tie
     tiers.forget(ROOT)
     fill(tiers, 1, 2, 3, 4)
     assert held(tiers) == {1, 2, 3, 4}, "no slot is lost"
+
+
+def test_a_long_prompt_is_touched_in_pieces_between_which_others_read(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tiers, 1, 2, 3, 4)
+    read: list[object] = []
+    pause = SimpleNamespace(sleep=lambda _seconds: read.append(tiers.get(hash_of(4), ROOT)))
+    monkeypatch.setattr("kv_tiers.tier.time", pause)
+    monkeypatch.setattr("kv_tiers.tier._AT_ONCE", 1)
+    tiers.touch([hash_of(3), hash_of(2), hash_of(1)])
+    assert read == [data_of(4)] * 2
+    fill(tiers, 5, 6)
+    assert held(tiers) == {2, 3, 5, 6}
