@@ -169,11 +169,14 @@ async def test_answers_that_lost_their_pages_are_those_of_transformers(
         _assert_right(short_oracle, prompts, await _all(client, prompts))
         # Twelve short prompts are admitted together and grow to 72 pages and more, of which there are 40.
         prompts = prompts[:4] * 3
-        answers = await _all(client, prompts, max_tokens=80)
-        _assert_right(short_oracle, prompts, answers, max_tokens=80)
-        view = await worker(client, "decode")
-    assert view.status is not None
-    assert view.status.num_preemptions > 0
+        for _ in range(5):  # where all else is slow, they may come one after the other
+            answers = await _all(client, prompts, max_tokens=80)
+            _assert_right(short_oracle, prompts, answers, max_tokens=80)
+            view = await worker(client, "decode")
+            assert view.status is not None
+            if view.status.num_preemptions:
+                break
+        assert view.status.num_preemptions > 0
 
 
 async def test_prompts_computed_seven_tokens_a_step_get_transformers_answers(
