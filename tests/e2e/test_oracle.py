@@ -173,10 +173,10 @@ async def test_answers_that_lost_their_pages_are_those_of_transformers(
             answers = await _all(client, prompts, max_tokens=80)
             _assert_right(short_oracle, prompts, answers, max_tokens=80)
             view = await worker(client, "decode")
-            assert view.status is not None
-            if view.status.num_preemptions:
+            if view.status is not None and view.status.num_preemptions:
                 break
-        assert view.status.num_preemptions > 0
+        else:
+            pytest.fail("no answer has lost its pages")
 
 
 async def test_prompts_computed_seven_tokens_a_step_get_transformers_answers(
