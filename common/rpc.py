@@ -113,6 +113,15 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvrelayError
     raise AssertionError("abort raises")
 
 
+async def send_headers(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Begin a stream whose messages are written by a task that may be cancelled.
+
+    Headers go with the first message by default. When that is cancelled on its way, gRPC would send them once more with
+    the status, fails, and the caller waits for ever.
+    """
+    await context.send_initial_metadata(())
+
+
 def rebuilt(handler: Any, behind: Callable[[Any], Any], deserializer: Any) -> Any:
     """Return a handler of the same kind that runs `behind(behavior)` on what `deserializer` returns."""
     make, behavior = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from common.rpc import error_boundary
+from common.rpc import error_boundary, send_headers
 from common.structured import TaskTracker
 from decode_worker.call import DecodeCall
 from decode_worker.direct import DirectTable
@@ -46,6 +46,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             stream.drain()
         try:
             async with error_boundary(context, "DecodeMany"):
+                await send_headers(context)
                 await stream.run(request_iterator, context.write)
         finally:
             self._shared.discard(stream)

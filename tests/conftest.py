@@ -1,6 +1,5 @@
 """Settings of the whole suite."""
 
-import faulthandler
 import functools
 import gc
 import os
@@ -53,8 +52,6 @@ _NICENESS = 5, 10
 (tests/hosts/conftest.py)."""
 _MOST_BYTES = 12 << 30
 """Memory of each process: one that grows without end fails by itself, and says where, before it takes the machine's."""
-_LAST_S = 60.0
-"""How long a process that has run its tests may take to end: one thread that never does would hold the whole run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,11 +67,6 @@ def _is_for_waiting(workerinput: Mapping[str, Any]) -> bool:
     """
     number, count = int(workerinput["workerid"].removeprefix("gw")), int(workerinput["workercount"])
     return number < count // 2
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        faulthandler.dump_traceback_later(_LAST_S, exit=True, file=2)
 
 
 @pytest.hookimpl(trylast=True)

@@ -49,6 +49,9 @@ class ServerCall:
             return EOF
         return message
 
+    async def send_initial_metadata(self, _metadata: object) -> None:
+        """There are no headers here."""
+
     async def write(self, message: object) -> None:
         """Send a response and wait until its KV payload has left."""
         if self._is_abandoned:

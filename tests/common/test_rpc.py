@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from common.rpc import REPLACEABLE_PING_TIMEOUT_MS, client_channel, error_boundary
+from common.errors import InvalidRequest
+from common.rpc import REPLACEABLE_PING_TIMEOUT_MS, client_channel, error_boundary, send_headers
 
 
 @asynccontextmanager
@@ -61,6 +62,24 @@ async def test_message_that_cannot_be_sent_ends_the_call_of_a_caller_that_is_sti
             call: Any = channel.unary_stream("/test/Answer")
             await anext(aiter(call(b"", timeout=60)))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_status_arrives_though_the_first_message_was_cancelled_on_its_way() -> None:
+    async def answer(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async with error_boundary(context, "Answer"):
+            await send_headers(context)
+            writing = asyncio.ensure_future(context.write(b"first"))
+            await asyncio.sleep(0)
+            writing.cancel()
+            await asyncio.wait([writing])
+            raise InvalidRequest("a later request is wrong")
+
+    async with serving(grpc.stream_stream_rpc_method_handler(answer)) as channel:
+        call: Any = channel.stream_stream("/test/Answer")(timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_call_to_a_peer_that_accepts_and_never_shakes_hands_soon_fails() -> None:
