@@ -37,7 +37,7 @@ from measure.workload.traces import MOONCAKE_BLOCK_SIZE, read_trace
 PAGE = 1024
 """Tokens of a block of sessions."""
 SIZES = (1, 2, 4, 8)
-"""Of the cache, in millions of tokens."""
+"""Sizes of the cache, in millions of tokens."""
 _NUM_SAMPLED = 32
 
 
@@ -49,7 +49,7 @@ class Leaves(ABC):
         self._capacity = capacity
         self._block_s = block_s
         self.seconds: dict[int, float] = {}
-        """Of each block that is held."""
+        """Seconds that each held block took to compute."""
         self.uses: Counter[int] = Counter()
         self._parents: dict[int, int | None] = {}
         self.num_children: Counter[int] = Counter()
@@ -121,7 +121,7 @@ class Valued(Leaves):
 
 
 class Sampled(Leaves):
-    """Of some random leaves that of the least seconds by age goes."""
+    """Evicts, of some random leaves, the one with the fewest seconds of computing for its age."""
 
     def __init__(self, capacity: int, block_s: Callable[[int], float], *, by_uses: bool) -> None:
         super().__init__(capacity, block_s)

@@ -133,7 +133,7 @@ class PrefillCapacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSaving:
-    """What tiers spare a request, mean."""
+    """What reading from tiers saves a request on average."""
 
     num_tokens: float
     prefill_s: float
@@ -144,7 +144,7 @@ class TierSaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """What requests ask of workers."""
+    """The work that requests bring to the workers of a pool."""
 
     mean_work_s: float
     scv: float

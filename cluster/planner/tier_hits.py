@@ -23,7 +23,7 @@ _REFERENCE_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierHits:
-    """What tiers keep of the prompts, by the size of the prefill pool."""
+    """How much of the prompts' KV tiers hold, as a function of the size of the prefill pool."""
 
     num_workers: int = 1
     """Present prefill workers."""

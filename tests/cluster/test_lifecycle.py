@@ -263,6 +263,7 @@ def test_number_of_ranks_that_the_model_forbids_is_refused_before_anything_start
         launcher="local",
         model={"engine": "torch", "id": "random:tiny", "device": "cpu"} | model,
         pools={"decode": {"tensor_parallel": num_ranks}},
+        router={"port": 0},
     )
 
     with pytest.raises(ClusterError) as caught:
@@ -280,7 +281,7 @@ def test_up_without_a_compiler_says_what_would_make_it_faster(tmp_path: Path, mo
     monkeypatch.setattr(
         "cluster.lifecycle.start_supervisor", lambda _dir, _report: StartFailure(reason="no supervisor")
     )
-    config = make_config(launcher="local", model={"id": "random:tiny", "device": "cpu"})
+    config = make_config(launcher="local", model={"id": "random:tiny", "device": "cpu"}, router={"port": 0})
     reports: list[str] = []
 
     with pytest.raises(ClusterError, match="no supervisor"):
@@ -296,7 +297,9 @@ def test_up_with_doors_that_other_hosts_reach_without_a_key_says_so(
     tenants = [{"name": "a", "api_keys": ["k" * 16]}]
     for host, auth in (("127.0.0.1", {}), ("0.0.0.0", {"auth": "api_key"}), ("0.0.0.0", {})):
         reports: list[str] = []
-        config = make_config(launcher="local", router={"host": host, **auth}, tenants=tenants if auth else [])
+        config = make_config(
+            launcher="local", router={"port": 0, "host": host, **auth}, tenants=tenants if auth else []
+        )
         with pytest.raises(ClusterError, match="none"):
             up(config, config_path=Path("serving.yaml"), run_dir=tmp_path / "run", report=reports.append)
         warned = [report for report in reports if "set router.auth: api_key and tenants" in report]
@@ -364,7 +367,7 @@ def test_up_without_a_folder_that_can_be_written_names_the_variable_to_set(
     if configured:
         monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path / configured))
     with pytest.raises(ClusterError, match=f"cannot use .*runs/mine: Not a directory; set {variable} to a folder"):
-        start(make_config(), tmp_path / "runs" / "mine")
+        start(make_config(router={"port": 0}), tmp_path / "runs" / "mine")
 
 
 @pytest.mark.parametrize("variables", [{}, {CACHE_ENV: "~/cache"}, {RUN_DIR_ENV: "~nobody-has-this-name/runs"}])
