@@ -102,7 +102,7 @@ class Clairvoyant:
         self._next_uses = next_uses
         self._next: dict[int, int] = {}
         self._last: list[tuple[int, int, int]] = []
-        """A heap of (-next use, -depth, block): the block that is asked for last first, and leaves before their parents.
+        """A heap of (-next use, -depth, block): the block that is asked for last first, leaves before their parents.
 
         Entries that a later use has replaced stay until they are popped.
         """
