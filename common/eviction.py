@@ -62,6 +62,15 @@ class EvictionOrder(Generic[T]):
         """Age is counted in evicted blocks that were not brief."""
         self._ranked = [(self._segments[segment], 1 / max_age) for segment, max_age in sorted(MAX_AGE.items())]
 
+    @property
+    def now(self) -> int:
+        """Evictions so far, the clock of ages."""
+        return self._now
+
+    def pass_one(self) -> None:
+        """Count an eviction from elsewhere in the same cache."""
+        self._now += 1
+
     def __len__(self) -> int:
         return sum(map(len, self._segments))
 
@@ -89,6 +98,11 @@ class EvictionOrder(Generic[T]):
         if entries is not self._segments[EvictionClass.BRIEF]:
             self._now += 1
         return entries.popitem(last=False)[0]
+
+    def first(self) -> tuple[T, EvictionClass]:
+        """Return the block that goes first, and its segment. There is one."""
+        entries, _value = self._next()
+        return next(iter(entries)), EvictionClass(next(i for i, each in enumerate(self._segments) if each is entries))
 
     def least_value(self) -> float:
         """Return the value of the block that goes first; 0 for a brief one, and when there is none.

@@ -31,9 +31,10 @@ from dataclasses import replace
 from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
 from common.errors import EngineFault, InvalidRequest, PromptTooLong, Refused
-from common.ids import HashRoot, RequestId
+from common.ids import BlockHash, HashRoot, RequestId
 from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
+from common.return_curve import ReturnCurve
 from common.timing import TimingModel
 from engine.events import EngineLoad, Failed, StepReport
 from engine.executor import DeviceBroken, Executor, StepResult
@@ -78,7 +79,7 @@ class EngineCore:
         kv = executor.kv
         assert not has_windows(kv) or executor.max_steps_in_flight == 1, "a page would be given away that a step reads"
         windows = WindowPages(kv, limits.max_step_tokens) if has_windows(kv) else None
-        self.pool = BlockPool(kv.num_blocks, windows, CachePins(kv.num_blocks, clock))
+        self.pool = BlockPool(kv.num_blocks, windows, CachePins(kv.num_blocks, clock), clock)
         self.scheduler = Scheduler(self.pool, limits, speculator)
         self.landings = Landings(self.scheduler, self.scheduler.pages)
         self._pipeline = Pipeline(executor)
@@ -241,6 +242,10 @@ class EngineCore:
         forgotten = self.pool.forget(root)
         has_requests = any(group.request.hash_root == root for group in self.groups.values())
         return replace(forgotten, is_in_use=forgotten.is_in_use or has_requests)
+
+    def expect_return(self, ends: Seq[BlockHash], curve: ReturnCurve) -> None:
+        """Keep the cached blocks of a turn as long as a curve says."""
+        self.pool.expect_return(ends, curve)
 
     def change_limits(self, limits: SchedulerLimits) -> None:
         """Take the limits of another pool."""

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from common.block_hash import BlockHashes, PrefixTokens
 from common.errors import Refused
-from common.ids import HashRoot
+from common.ids import BlockHash, HashRoot
 from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
+from common.return_curve import ReturnCurve
 from common.timing import TimingModel
 from engine.events import EngineLoad
 from engine.kv_store import KvStore
@@ -166,6 +167,13 @@ class Engine(Protocol):
 
     def forget(self, root: HashRoot) -> ForgottenPages:
         """Drop the cached blocks of a root (`common.block_hash`) that nobody holds."""
+        ...
+
+    def expect_return(self, ends: Seq[BlockHash], curve: ReturnCurve) -> None:
+        """Keep the cached blocks of a turn that has ended as long as a curve says.
+
+        `ends`: hashes of its last block, and of earlier ones that count where that is not cached.
+        """
         ...
 
     def change_limits(self, limits: SchedulerLimits) -> None:

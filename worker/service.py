@@ -1,21 +1,25 @@
 """WorkerService: identity, cache events, load, status and role of this worker."""
 
 import asyncio
+import math
 import os
 import time
+from functools import partial
 from typing import Any
 
 import grpc
 
-from common.block_hash import ROOT_BYTES, hash_probe, hash_root
+from common.block_hash import HASH_BYTES, ROOT_BYTES, hash_probe, hash_root
 from common.errors import InvalidRequest
-from common.ids import HashRoot
+from common.ids import BlockHash, HashRoot
 from common.kv_events import KvEvents, encode_events
+from common.return_curve import ReturnCurve
 from common.rpc import error_boundary
 from common.timing import timing_to_proto
 from common.version import installed_version
 from common.wire import message_of
 from common.wire_names import ROLE_NAMES
+from engine.interface import Engine
 from engine.work import StepFloors
 from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import worker_pb2 as pb
@@ -31,6 +35,8 @@ UPDATE_GAP_S = 0.02
 MAX_HEARTBEAT_S = 60.0
 MAX_GRACE_S = 3600.0
 MAX_TRIAL_TOKENS = 64
+MAX_RETURNS = 1024
+MAX_CURVE_STEPS = 64
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -152,6 +158,44 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             if len(request.hash_root) != ROOT_BYTES:
                 raise InvalidRequest(f"has {len(request.hash_root)} bytes, not {ROOT_BYTES}", field="hash_root")
             return await self._runtime.forget(HashRoot(request.hash_root))
+
+    async def ExpectReturns(  # noqa: D102
+        self, request: pb.ExpectReturnsRequest, context: Context
+    ) -> pb.ExpectReturnsResponse:
+        async with error_boundary(context, "ExpectReturns"):
+            if len(request.returns) > MAX_RETURNS:
+                raise InvalidRequest(
+                    f"{len(request.returns)} entries; at most {MAX_RETURNS} are taken", field="returns"
+                )
+            returns = [(_ends_of(each), _curve_of(each)) for each in request.returns]
+            for ends, curve in returns:
+                self._runtime.engine.post(partial(_expect_return, ends, curve))
+        return pb.ExpectReturnsResponse()
+
+
+def _expect_return(ends: list[BlockHash], curve: ReturnCurve, engine: Engine) -> None:
+    engine.expect_return(ends, curve)
+
+
+def _ends_of(expected: pb.ExpectedReturn) -> list[BlockHash]:
+    """Return the ends of a turn. Raises InvalidRequest."""
+    if any(len(each) != HASH_BYTES for each in expected.ends):
+        raise InvalidRequest(f"every hash must have {HASH_BYTES} bytes", field="returns.ends")
+    return [BlockHash(each) for each in expected.ends[:2]]
+
+
+def _curve_of(expected: pb.ExpectedReturn) -> ReturnCurve:
+    """Return what a turn is like. Raises InvalidRequest."""
+    like_s, ages_s = tuple(expected.like_s), tuple(expected.ages_s)
+    if not 1 <= len(like_s) == len(ages_s) + 1 <= MAX_CURVE_STEPS:
+        raise InvalidRequest(
+            f"{len(like_s)} likenesses and {len(ages_s)} ages; there must be 1 to {MAX_CURVE_STEPS} likenesses, and one"
+            " age fewer",
+            field="returns.like_s",
+        )
+    if not all(map(math.isfinite, (*like_s, *ages_s))) or min(like_s) < 0 or list(ages_s) != sorted(ages_s):
+        raise InvalidRequest("must be finite, not negative, and ages ascending", field="returns.ages_s")
+    return ReturnCurve(like_s=like_s, ages_s=ages_s)
 
 
 def _steps_of_last(runtime: WorkerRuntime, window_s: float) -> pb.StepTotals:

@@ -63,6 +63,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
         SetRole=_CONTROLLER,
         RunTrial=_CONTROLLER,
         ForgetBlocks=_ROUTERS,
+        ExpectReturns=_ROUTERS,
     ),
     **_methods("PrefillService", Prefill=_ROUTERS),
     **_methods("DecodeService", DecodeMany=_ROUTERS),

@@ -2,7 +2,7 @@
 
 A page is *held* (reference count > 0) or *free*. A free page may still be *cached*: its KV is reachable by block hash
 until the page is allocated again. Allocation takes empty pages first, then cached ones in the order of
-`common/eviction.py`, and pages that a tenant has pinned last (`cache_pins.py`). A page is *reused* when a request found
+`returning.py`, and pages that a tenant has pinned last (`cache_pins.py`). A page is *reused* when a request found
 it here, computed the same block in parallel, or waits for it in a router's line. Pulling a block, from here or to here,
 does not count as reuse.
 
@@ -22,12 +22,15 @@ from dataclasses import dataclass
 from itertools import chain
 
 from common.block_hash import BlockHashes
-from common.eviction import MAX_VALUE, EvictionClass, EvictionOrder
+from common.clock import Clock
+from common.eviction import MAX_VALUE, EvictionClass
 from common.ids import NO_ROOT, BlockHash, BlockId, HashRoot
 from common.kv_events import KvEvents
+from common.return_curve import ReturnCurve
 from engine.cache_marks import CacheMarks
 from engine.device.memory import NoRoomForPages
 from engine.pages.cache_pins import CachePins
+from engine.pages.returning import ReturningOrder
 from engine.pages.window_pages import WindowPages
 from engine.published import ForgottenPages
 
@@ -49,9 +52,17 @@ KEEP_BRIEFLY = Keeping(num_front=0, end=EvictionClass.BRIEF)
 class BlockPool:
     """Pages 0 … num_blocks-1 of one worker. Every operation but `forget` is O(blocks named). Engine thread only."""
 
-    def __init__(self, num_blocks: int, windows: WindowPages | None = None, pins: CachePins | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        windows: WindowPages | None = None,
+        pins: CachePins | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         """`windows`: pages of layers that see a window; None: no such layer has pages of its own. `pins`: None: nothing
         is pinned.
+
+        Without a `clock` no return may be expected.
 
         Raises NoRoomForPages for an empty pool.
         """
@@ -65,13 +76,15 @@ class BlockPool:
         self._block_of: dict[BlockHash, BlockId] = {}
         self._parents = array("i", [-1]) * num_blocks
         """Page of the previous block, for each published page; -1 for the first block of a prompt."""
+        self._num_children = array("i", [0]) * num_blocks
+        """Published pages of next blocks, for each published page."""
         self._roots = [NO_ROOT] * num_blocks
         """Root of each published block's hash, empty where it is not known; where it is, it is for the parents, too."""
         self._is_reused = bytearray(num_blocks)
         self.lives = array("Q", [0]) * num_blocks
         """Published blocks that each page has lost; grows before the page gets other content. Any thread may read."""
         self._empty = list(range(num_blocks - 1, -1, -1))
-        self._cached: EvictionOrder[int] = EvictionOrder()
+        self._cached = ReturningOrder(lambda block_id: self._num_children[block_id] > 0, clock)
         self._changes: dict[BlockHash, bool] = {}  # True: stored, False: removed; the last change of a hash wins
 
     @property
@@ -213,6 +226,8 @@ class BlockPool:
         self._hash_of[block_id] = block_hash
         self._block_of[block_hash] = block_id
         self._parents[block_id] = -1 if behind is None else behind
+        if behind is not None:
+            self._num_children[behind] += 1
         self._changes[block_hash] = True
         self._learn_root(block_id, root)
         return block_id
@@ -238,6 +253,18 @@ class BlockPool:
             self._unpublish(block_id)
             self._discard(block_id)
         return ForgottenPages(num_blocks=len(free), is_in_use=len(free) < len(suspects))
+
+    def expect_return(self, ends: Sequence[BlockHash], curve: ReturnCurve) -> None:
+        """Keep a chain as long as a curve says. `ends`: the turn's last block, or one before it if that is not here.
+
+        Pages that are held keep the usual order: another turn has begun with them.
+        """
+        block_id: int = next((self._block_of[each] for each in ends if each in self._block_of), -1)
+        path: list[int] = []
+        while block_id >= 0 and block_id in self._cached:
+            path.append(block_id)
+            block_id = self._parents[block_id]
+        self._cached.expect(path[::-1], curve)
 
     # For engine/pages/hot_prefixes.py.
 
@@ -312,6 +339,9 @@ class BlockPool:
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
         self._changes[block_hash] = False
+        if (parent := self._parents[block_id]) >= 0:
+            self._num_children[parent] -= 1
+            self._cached.left(parent)
 
     def _discard(self, block_id: int) -> None:
         self._empty.append(block_id)

@@ -23,9 +23,10 @@ from typing import Any
 from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
 from common.errors import EngineFault, Refused
-from common.ids import HashRoot
+from common.ids import BlockHash, HashRoot
 from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
+from common.return_curve import ReturnCurve
 from common.timing import TimingModel
 from engine.events import EngineLoad, Failed, StepReport, TokenOutput
 from engine.pages.hot_prefixes import hot_prefixes
@@ -176,6 +177,9 @@ class VllmEngine:
         """See `Engine`: vLLM's cache is emptied as a whole or not at all."""
         obstacle = "vLLM's engine keeps cached blocks until it needs their pages: restart this worker"
         return ForgottenPages(num_blocks=0, obstacle=obstacle if self._observed.mirror.has_root(root) else "")
+
+    def expect_return(self, ends: Seq[BlockHash], curve: ReturnCurve) -> None:
+        """Do nothing: vLLM evicts by an order of its own."""
 
     def change_limits(self, limits: SchedulerLimits) -> None:
         """See `Engine`; the most tokens and places of a step are vLLM's, for good."""

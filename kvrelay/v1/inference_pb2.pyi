@@ -328,6 +328,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_MARKS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text, tokenized as it is."""
     model: _builtins.str
@@ -342,6 +343,10 @@ class GenerateRequest(_message.Message):
     """KV is shared only with requests of the same salt, and only within what the tenant shares anyway."""
     truncate_prompt_tokens: _builtins.int
     """Keep so many tokens of the prompt, its last ones."""
+    session_id: _builtins.str
+    """The conversation or task that it belongs to, by a name of the caller's, of which the first 256 characters count. It tells
+    when the session comes back, and never crosses tenants. Empty: a request that continues another one is of its session.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Ready token ids."""
@@ -386,10 +391,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         cache_marks: _abc.Iterable[Global___CacheMark] | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "objective", b"objective", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_marks", b"cache_marks", "cache_salt", b"cache_salt", "chat", b"chat", "direct", b"direct", "label", b"label", "model", b"model", "objective", b"objective", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_marks", b"cache_marks", "cache_salt", b"cache_salt", "chat", b"chat", "direct", b"direct", "label", b"label", "model", b"model", "objective", b"objective", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015

@@ -1230,3 +1230,82 @@ class ForgetBlocksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ForgetBlocksResponse: _TypeAlias = ForgetBlocksResponse  # noqa: Y015
+
+@_typing.final
+class ExpectReturnsRequest(_message.Message):
+    """Turns that have ended, at most 1024."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETURNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def returns(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpectedReturn]:
+        """One entry each."""
+
+    def __init__(
+        self,
+        *,
+        returns: _abc.Iterable[Global___ExpectedReturn] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["returns", b"returns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectReturnsRequest: _TypeAlias = ExpectReturnsRequest  # noqa: Y015
+
+@_typing.final
+class ExpectedReturn(_message.Message):
+    """When one session may come back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDS_FIELD_NUMBER: _builtins.int
+    LIKE_S_FIELD_NUMBER: _builtins.int
+    AGES_S_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Hashes of the turn's last full block and of its prompt's, 16 bytes each; the first that is cached counts."""
+
+    @_builtins.property
+    def like_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Its blocks are kept like those of an average turn that ended so many seconds ago: at first, and from each of ages_s on;
+        at most 64.
+        """
+
+    @_builtins.property
+    def ages_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Seconds since the turn ended, ascending; one fewer than like_s."""
+
+    def __init__(
+        self,
+        *,
+        ends: _abc.Iterable[_builtins.bytes] | None = ...,
+        like_s: _abc.Iterable[_builtins.float] | None = ...,
+        ages_s: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages_s", b"ages_s", "ends", b"ends", "like_s", b"like_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectedReturn: _TypeAlias = ExpectedReturn  # noqa: Y015
+
+@_typing.final
+class ExpectReturnsResponse(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectReturnsResponse: _TypeAlias = ExpectReturnsResponse  # noqa: Y015

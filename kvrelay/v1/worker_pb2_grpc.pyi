@@ -52,6 +52,10 @@ class WorkerServiceStub:
     """
     ForgetBlocks: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ForgetBlocksRequest, _worker_pb2.ForgetBlocksResponse]
     """Drop the cached blocks of one tenant from pages and tiers, and overwrite those on disk."""
+    ExpectReturns: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ExpectReturnsRequest, _worker_pb2.ExpectReturnsResponse]
+    """Keep the cached blocks of turns that have ended longer, or less long, than others: a router has learned when their
+    sessions come back. A hint: what is not cached here, or is in use, is left as it is.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -77,6 +81,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     ForgetBlocks: _aio.UnaryUnaryMultiCallable[_worker_pb2.ForgetBlocksRequest, _worker_pb2.ForgetBlocksResponse]  # type: ignore[assignment]
     """Drop the cached blocks of one tenant from pages and tiers, and overwrite those on disk."""
+    ExpectReturns: _aio.UnaryUnaryMultiCallable[_worker_pb2.ExpectReturnsRequest, _worker_pb2.ExpectReturnsResponse]  # type: ignore[assignment]
+    """Keep the cached blocks of turns that have ended longer, or less long, than others: a router has learned when their
+    sessions come back. A hint: what is not cached here, or is in use, is left as it is.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reports of every worker about itself."""
@@ -141,5 +149,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ForgetBlocksResponse, _abc.Awaitable[_worker_pb2.ForgetBlocksResponse]]:
         """Drop the cached blocks of one tenant from pages and tiers, and overwrite those on disk."""
+
+    @_abc_1.abstractmethod
+    def ExpectReturns(
+        self,
+        request: _worker_pb2.ExpectReturnsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ExpectReturnsResponse, _abc.Awaitable[_worker_pb2.ExpectReturnsResponse]]:
+        """Keep the cached blocks of turns that have ended longer, or less long, than others: a router has learned when their
+        sessions come back. A hint: what is not cached here, or is in use, is left as it is.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -70,6 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         await context.write(message)
                         if message.HasField("tokens"):
                             await door.merging.over()
+                    served.ends_in_calls = parsed is not None and parsed.ends_in_calls
 
     def _new_life(self, context: Context) -> LifeCycle:
         """Return the life cycle of a call that arrives now."""

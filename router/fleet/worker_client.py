@@ -23,6 +23,9 @@ from kvrelay.v1 import (
     worker_pb2_grpc,
 )
 from router.fleet.decode_stream import DecodeStream
+from router.fleet.return_notes import ReturnNotes
+
+_HINT_TIMEOUT_S = 5.0
 
 _Response = TypeVar("_Response")
 _Received = TypeVar("_Received", covariant=True)
@@ -110,6 +113,8 @@ class WorkerClient:
         self._prefix = prefix_pb2_grpc.PrefixServiceStub(self._channel)
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._shared: DecodeStream | None = None
+        self.returns = ReturnNotes(self._expect_returns)
+        """Hints about the returns of sessions."""
         self._prefilling: WeakKeyDictionary[OwnStream[prefill_pb2.PrefillResponse], None] = WeakKeyDictionary()
         self._awaited: dict[asyncio.Future[KvrelayError], None] = {}
 
@@ -135,6 +140,9 @@ class WorkerClient:
             hash_root=root, block_hashes=hashes.packed, epoch=epoch, time_limit_s=time_limit_s
         )
         return (await _answer(self._prefix.ReadAhead(request, timeout=timeout_s))).num_read_blocks
+
+    async def _expect_returns(self, request: worker_pb2.ExpectReturnsRequest) -> None:
+        await _answer(self._worker.ExpectReturns(request, timeout=_HINT_TIMEOUT_S))
 
     def watch(self, *, heartbeat_s: float = 0.0) -> Incoming[worker_pb2.WatchWorkerResponse]:
         """Subscribe to events and load, without a deadline: the call lasts as long as the worker.
@@ -180,6 +188,7 @@ class WorkerClient:
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""
+        await self.returns.aclose()
         if self._shared is not None:
             await self._shared.aclose()
         await self._channel.close()

@@ -43,6 +43,11 @@ class Answer(ABC):
     def finish(self) -> None:
         """End the answer: every request is complete."""
 
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether it has ended with calls of tools."""
+        return False
+
     def beside(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return what has to run beside the answer to a request from its admission on, until cancelled."""
         return (self._exchange.show_life(),) if self._call.is_streamed else ()
@@ -80,6 +85,11 @@ class _StyledAnswer(Answer):
         self._model = job.model.name
         self._style.open(job)
         self._prompts.open(position, Prompt(token_ids=job.prompt_token_ids, echo=echo))
+
+    @property
+    def ends_in_calls(self) -> bool:
+        """See `Answer`."""
+        return self._style.ends_in_calls
 
     def _logprobs(self, piece: Piece) -> Iterator[str]:
         """Yield the JSON of a piece's log-probabilities in parts; null where none are wanted."""

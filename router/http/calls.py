@@ -178,6 +178,7 @@ def read_token_ids(ids: Any, where: str) -> list[int]:
 
 def _request(body: GenerationBody, sampling: sampling_pb2.SamplingParams, **prompt: Any) -> pb.GenerateRequest:
     request = pb.GenerateRequest(model=body.model or "", sampling=sampling, **prompt)
+    request.session_id = body.prompt_cache_key or ""
     set_terms(request, body)
     given = body.messages if isinstance(body, ChatBody) else None
     request.cache_marks.extend(

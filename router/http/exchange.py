@@ -86,6 +86,11 @@ class Exchange:
         """The client's place in a trace (common/tracing.py); empty without one."""
         return next((value.decode("latin-1") for name, value in self.headers if name == b"traceparent"), "")
 
+    @property
+    def session_name(self) -> str:
+        """The session that a header names; empty without one."""
+        return next((value.decode("latin-1") for name, value in self.headers if name == b"x-session-id"), "")
+
     async def listen(self) -> None:
         """Receive the body once it is wanted; returns when the client leaves."""
         num_bytes = 0

@@ -92,6 +92,9 @@ class GenerationEndpoint:
             life.end_within(call.timeout_s)
             answer = self._make_answer(call, door.reader.codec.decode_pieces, exchange, life.request_id)
             caller = Caller(tenant=tenant, life=life, traceparent=exchange.traceparent)
+            if name := exchange.session_name:
+                for request in call.requests:
+                    request.session_id = name
             with door.parts.admission.unsent.holding(tenant) as whole:
                 serve = partial(self._serve, call, answer, whole)
                 await serve_all(door, self._tracker, len(call.requests), caller, serve)
@@ -124,6 +127,7 @@ class GenerationEndpoint:
                     facts.plans.append(message.plan)
                 elif message.HasField("completed"):
                     facts.completed = message.completed
+            served.ends_in_calls = answer.ends_in_calls
 
     async def _echo(self, text: str, job: Job, tenant: Tenant) -> str:
         """Return the prompt as text, which is `text` where the caller sent it as such."""

@@ -139,6 +139,8 @@ class GenerationBody(_SamplingBody):
     prompt_logprobs: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    """Name of the session that the request belongs to."""
     truncate_prompt_tokens: int | None = None
     kvrelay: Extension | None = None
     prompt_cache_retention: Retention = None

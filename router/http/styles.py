@@ -46,6 +46,11 @@ class Style(ABC):
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
 
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether a choice has ended with calls of tools."""
+        return False
+
     def open(self, job: Job) -> None:  # noqa: B027 - most have nothing to do
         """Begin the answer to a request."""
 
@@ -160,6 +165,11 @@ class ChatStyle(Style):
         self._parsers: dict[int, MessageParser] = {}
         self._deltas: dict[int, list[ParsedDelta]] = {}
         """Deltas of the pieces of whole choices, by choice."""
+
+    @property
+    def ends_in_calls(self) -> bool:
+        """See `Style`."""
+        return any(parser.ends_in_calls for parser in self._parsers.values())
 
     def open(self, job: Job) -> None:
         """Begin the answer; its text is parsed where it may hold calls of tools or reasoning."""

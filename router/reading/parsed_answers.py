@@ -34,6 +34,11 @@ class ParsedAnswer:
                 await parsed._read(index, sample.text, is_last=False)
         return parsed
 
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether an answer ends in calls of tools, all of them whole."""
+        return any(parser.ends_in_calls for parser in self._parsers.values())
+
     async def add_to(self, delta: pb.TokenDelta) -> None:
         """Set the `messages` of a delta from its tokens."""
         pending: dict[int, list[sampling_pb2.SampleToken]] = {}

@@ -33,6 +33,7 @@ from router.record.cache_use import PromptMark, prompt_marks
 from router.record.embedding import read_form
 from router.record.record import Delivery, Job
 from router.record.resumption import read_resumed, render_time
+from router.record.sessions import MAX_SESSION_CHARS
 from router.tenants import Tenant
 
 MAX_CHARS_PER_TOKEN = 64
@@ -179,6 +180,7 @@ class RequestReader:
             answer_format=answer,
             is_parsed=message.chat.parse_answer,
             marks=self._marks(message, conversation, encoded, rendered_unix_s or 0, model),
+            session_name=message.session_id[:MAX_SESSION_CHARS],
             resumed=resumed,
         )
 

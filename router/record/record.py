@@ -27,6 +27,7 @@ from router.record.embedding import EmbeddingForm, Floats
 from router.record.ledger import TokenLedger
 from router.record.outbox import Outbox
 from router.record.resumption import ResumedSample
+from router.record.sessions import Session
 from router.record.ticket import Ticket
 from router.tenants import Tenant
 
@@ -58,6 +59,8 @@ class Job:
     """How the text of the answer to a chat is read; None: no chat."""
     is_parsed: bool = False
     """Whether the client wants message deltas beside the text."""
+    session_name: str = ""
+    """Name of its session, where the client gives one."""
     embedding: EmbeddingForm | None = None
     """Set when the answer is an embedding of the prompt; nothing is sampled then."""
     marks: tuple[PromptMark, ...] = ()
@@ -108,6 +111,10 @@ class RunningRequest:
     """The latest plan; None before the first one."""
     beams: sequence_pb2.BeamState | None = None
     """Last known state of a beam search, from which a worker may go on."""
+    session: Session | None = None
+    """Its session; None: an embedding has none."""
+    ends_in_calls: bool = False
+    """Whether its answer has ended with calls of tools, as the door that reads its text has found."""
     losses: Losses = field(default_factory=Losses)
     transfer: worker_pb2.TransferStats = field(default_factory=worker_pb2.TransferStats)
 

@@ -56,6 +56,7 @@ from router.record.ticket import Ticket
 from router.requests.attempt import Attempt, AttemptFailed, AttemptOutcome
 from router.requests.embedding_attempt import EmbeddingAttempt
 from router.requests.generation_attempt import GenerationAttempt
+from router.requests.returns import Returns
 from router.requests.sample_group import SampleGroup
 from router.requests.waits import WaitBuilder
 from router.requests.worker_requests import AttemptServices
@@ -97,6 +98,7 @@ class Orchestrator:
         self.calls = CallOutcomes(metrics=metrics, traces=self.traces, demand=self.demand)
         self.recent = RecentRequests(clock)
         self.in_flight = InFlight(clock)
+        self._returns = Returns(fleet, clock)
 
     @property
     def num_request_tasks(self) -> int:
@@ -131,6 +133,7 @@ class Orchestrator:
         outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         outbox.on_large = partial(self._admission.wait_turn, record.tenant)
         self.traces.follow(record)
+        self._returns.begin(record)
         with (
             self._admission.unsent.holding(record.tenant, outbox.overflow) as outbox.holding,
             self.recordings.following(record),
@@ -138,6 +141,8 @@ class Orchestrator:
         ):
             async with self._tracker.owned(self._run(record)):
                 yield record
+        if record.life.state is State.FINISHED:
+            self._returns.end(record)
 
     async def _run(self, record: RunningRequest) -> None:
         error: KvrelayError | None = None

@@ -10,8 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.block_hash import hash_blocks, hash_root
 from common.eviction import EvictionClass
 from common.ids import NO_ROOT, BlockHash, BlockId, HashRoot
+from common.return_curve import ReturnCurve
 from engine.pages.block_pool import KEEP_ALL, KEEP_BRIEFLY, BlockPool, Keeping
 from engine.published import ForgottenPages
+from tests.clock import ManualClock
 
 ROOT, OTHER = (hash_root(model_fingerprint="test", cache_salt=tenant) for tenant in ("", "other"))
 BLOCK_SIZE = 2
@@ -32,7 +34,8 @@ class Holder:
 class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.clock = ManualClock()
+        self.pool = BlockPool(NUM_BLOCKS, clock=self.clock)
         self.holders: list[Holder] = []
         self.tokens_of: dict[BlockHash, tuple[int, ...]] = {}
         self.root_of: dict[BlockHash, HashRoot] = {}
@@ -95,6 +98,23 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.acquire(holder.table)
         copy = replace(holder, tokens=list(holder.tokens), table=list(holder.table), hashes=list(holder.hashes))
         self.holders.append(copy)
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10),
+        root=st.sampled_from([ROOT, OTHER]),
+        like_s=st.lists(st.sampled_from([0.0, 1.0, 10.0, 100.0]), min_size=1, max_size=3),
+        age_s=st.sampled_from([0.0, 1.0, 5.0]),
+    )
+    def expect(self, tokens: list[int], root: HashRoot, like_s: list[float], age_s: float) -> None:
+        hashes = list(hash_blocks(tokens, root=root, block_size=BLOCK_SIZE))
+        num_free = self.pool.num_free
+        ages_s = tuple(age_s * i for i in range(1, len(like_s)))
+        self.pool.expect_return(hashes[::-1], ReturnCurve(like_s=tuple(like_s), ages_s=ages_s))
+        assert self.pool.num_free == num_free
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 20.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
 
     @rule(root=st.sampled_from([ROOT, OTHER]))
     def forget(self, root: HashRoot) -> None:

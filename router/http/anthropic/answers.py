@@ -75,6 +75,11 @@ class _MessageAnswer(Answer):
             self._stop_sequence = self._stops.find()
         await self._send(self._blocks.take())
 
+    @property
+    def ends_in_calls(self) -> bool:
+        """See `Answer`."""
+        return self._stop_reason() == "tool_use"
+
     @abstractmethod
     async def _send(self, changes: Sequence[BlockChange]) -> None:
         """Take changes of the blocks."""

@@ -63,8 +63,15 @@ def _chat_of(body: MessagesBody) -> ChatBody:
             "stream": body.stream,
             "response_format": _response_format(body),
             "kvrelay": body.kvrelay,
+            "prompt_cache_key": _session_name(body.metadata),
         }
     )
+
+
+def _session_name(metadata: Any) -> str | None:
+    """Return the session that a body names; None without one. Anything may be there."""
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return user_id if isinstance(user_id, str) else None
 
 
 def conversation_of(body: CountTokensBody) -> ChatBody:

@@ -152,6 +152,7 @@ class MessagesBody(CountTokensBody):
     stop_sequences: Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool | None = None
     metadata: _Ignored = None
+    """`user_id` names the session; the rest is ignored."""
     service_tier: str | None = None
     """Ignored."""
     # Not in Anthropic's API.

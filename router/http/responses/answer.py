@@ -53,6 +53,11 @@ class ResponseAnswer(Answer):
             if self._settings[name] is None:
                 self._settings[name] = getattr(job.sampling, name)
 
+    @property
+    def ends_in_calls(self) -> bool:
+        """See `Answer`."""
+        return self._output.ends_in_calls
+
     async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
         """Add the tokens; events about them go out in one write."""
         if not delta.tokens:

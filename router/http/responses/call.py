@@ -22,7 +22,14 @@ _NAMES: Mapping[str, str] = {
 }
 _SAME = (
     *("model", "stream", "tool_choice", "parallel_tool_calls", "thinking_budget", "skip_special_tokens", "priority"),
-    *("cache_salt", "truncate_prompt_tokens", "kvrelay", "prompt_cache_retention", "prompt_cache_options"),
+    *(
+        "cache_salt",
+        "prompt_cache_key",
+        "truncate_prompt_tokens",
+        "kvrelay",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+    ),
 )
 """Fields that chats have, too."""
 _FUNCTION = ("name", "description", "parameters")

@@ -36,6 +36,11 @@ class ResponseOutput:
         self._undecided: list[Document] = []
         """Tokens whose text has not become a part of an item, each by its log-probabilities where they are wanted."""
 
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether the answer has calls of tools, all of them whole."""
+        return self._blocks.end_in_calls
+
     def take(self, tokens: Sequence[sampling_pb2.SampleToken]) -> None:
         """Add tokens."""
         if FINISH_REASON_NAMES.get(tokens[-1].finish_reason) == "length":

@@ -137,7 +137,8 @@ def test_text_before_a_result_stays_before_it() -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
         ),
         ({"output_format": {"type": "json_schema", "schema": {}}}, {"structured_outputs": {"json": {}}}),
-        ({"metadata": {"user_id": "u"}, "service_tier": "auto"}, {}),
+        ({"service_tier": "auto"}, {}),
+        ({"metadata": {"user_id": "u"}}, {"prompt_cache_key": "u"}),
         ({"system": None, "tools": None, "container": None}, {}),
     ],
 )
