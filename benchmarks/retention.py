@@ -3,9 +3,9 @@
     python -m benchmarks.retention --trace sessions.jsonl.gz [--tokens 1 2 4 8] [--seed 0] [--json results.json]
 
 Method: the sessions of the trace begin at random times, so that about 100 run at a time; a trace in Mooncake's format
-is replayed as it is. A request finds the longest cached prefix of its prompt, holds its pages until its answer ends, and
-then leaves them in the cache, which is the workers' own (`engine/pages/block_pool.py`) with pages of 512 tokens. One
-that finds no room leaves nothing behind. Hit rate: tokens found over tokens asked for.
+is replayed as it is. A request finds the longest cached prefix of its prompt, holds its pages until its answer ends,
+and then leaves them in the cache, which is the workers' own (`engine/pages/block_pool.py`) with pages of 512 tokens.
+One that finds no room leaves nothing behind. Hit rate: tokens found over tokens asked for.
 
 `lru`; `kvrelay`: the workers' order without knowledge of sessions; `by finish reason`, `by pace`: also what a router
 tells them (`router/record/sessions.py`), without the paces of sessions and with them. It learns while it serves, from
