@@ -42,14 +42,14 @@ def _serve(
     return of_tools, of_persons
 
 
-def test_turn_that_waits_for_a_person_is_like_an_older_one_and_one_that_waits_for_a_tool_is_not() -> None:
+def test_turn_before_a_person_is_like_an_older_one_and_one_before_a_tool_is_not() -> None:
     clock = ManualClock()
     of_tools, of_persons = _serve(Sessions(clock), clock, "a", person_s=300.0, num=100)
     assert _like_s(of_tools, 3.0) < _like_s(of_persons, 3.0)
     assert _like_s(of_persons, 3.0) > 5.0
 
 
-def test_nothing_is_said_before_enough_turns_were_seen_and_where_no_answer_calls_tools() -> None:
+def test_nothing_is_said_before_enough_turns_and_where_no_answer_calls_tools() -> None:
     clock = ManualClock()
     sessions = Sessions(clock)
     assert _serve(sessions, clock, "new", person_s=300.0, num=5) == (None, None)
