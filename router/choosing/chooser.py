@@ -165,6 +165,10 @@ class Chooser:
         num_cached_tokens = num_cached_blocks * request.block_size
         return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached_tokens, num_cached_tokens)
 
+    def size_s(self, request: PlacementRequest, work_s: float, *, answer_price: float) -> float:
+        """Return what a request costs both pools; see `Roster.size_s`."""
+        return self._fleet.roster.size_s(request, work_s, answer_price=answer_price)
+
     def forecast_in_line(
         self, request: PlacementRequest, *, work_s: float, before_s: float, num_ends: float
     ) -> DurationForecast | None:

@@ -11,6 +11,9 @@ from router.placement.answer_pool import AnswerPool
 from router.placement.loads import PoolLoads, ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest
 
+_STEP_SHARE = 0.5
+"""Share of a full batch's steps that its answers add to them; the rest they share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
@@ -100,6 +103,20 @@ class Roster:
     def typical_timing(self) -> TimingModel:
         """The timing model of any worker that computes prompts; a guess without one."""
         return next((load.timing for load in self.prefill or self.decode), GUESSED_TIMING)
+
+    def size_s(self, request: PlacementRequest, work_s: float, *, answer_price: float) -> float:
+        """Return what a request costs both pools: `work_s` of one and its answers' time of the other, at their prices.
+
+        `answer_price`: that of a second of decode workers; the rest of 1 is that of the prefill workers. Answers count
+        in time of as many workers as compute prompts: the fewer decode for them, the scarcer is their time. Without
+        either pool, prompts are what requests differ by.
+        """
+        if not self.prefill or not self.decode:
+            return work_s
+        gap = self.decode.loads[0].timing.token_gap
+        token_s = (gap.per_decode_s + gap.per_context_token_s * request.num_tokens) / _STEP_SHARE
+        answers_s = request.num_decodes * request.num_output_tokens * token_s * len(self.prefill) / len(self.decode)
+        return (1 - answer_price) * work_s + answer_price * answers_s
 
     def prefill_free_at_s(self) -> float:
         """Return the time at which the first worker that computes prompts has finished those it was given."""

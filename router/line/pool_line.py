@@ -150,7 +150,10 @@ class PoolLine:
             self._admission.take_back(ticket)
         has_objective = request.ttft_slo_s != math.inf and not is_set_back
         due_s = ticket.received_s + (request.ttft_slo_s - wait.work_s if has_objective else 0.0)
-        wait.rank = rank(priority=ticket.terms.priority, work_s=wait.work_s, due_s=due_s, number=ticket.number)
+        size_s = wait.work_s
+        if has_objective:
+            size_s = self._chooser.size_s(request, wait.work_s, answer_price=self._waits.answer_price)
+        wait.rank = rank(priority=ticket.terms.priority, size_s=size_s, due_s=due_s, number=ticket.number)
         wait.due_s = due_s if has_objective else math.inf
         wait.deadline_s = min(wait.patience_ends_s, request.deadline_s)
         self._queue.push(wait, tenant=wait.tenant, is_spared=is_set_back)

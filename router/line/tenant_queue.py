@@ -1,8 +1,9 @@
 """The order of one tenant's waiting requests: by size with ageing, the late ones behind those in time.
 
-Higher priority goes first; then least `work_s + AGEING * due_s`, where `due_s` is the latest time at which the
-computation may begin and still be in time for the first token; without an objective, the arrival. A long prompt gives
-way to short ones, but only to those that arrive within `work_s / AGEING` seconds after it. Requests age alike, so the
+Higher priority goes first; then least `size_s + AGEING * due_s`, where `due_s` is the latest time at which the
+computation may begin and still be in time for the first token; without an objective, the arrival. The size is the
+prompt's time, and with an objective the answers' too, by which pool is short (`Roster.size_s`). A large request gives
+way to small ones, but only to those that arrive within `size_s / AGEING` seconds after it. Requests age alike, so the
 order of two waiting requests never changes, and a heap holds it.
 
 Requests that are late for their objective go behind those in time. The aim: as many requests as possible within their
@@ -22,15 +23,15 @@ from typing import Any, Generic, TypeVar
 from router.line.queued_work import QueuedWork, Rank
 
 AGEING = 0.3
-"""Seconds of prefill that a second of waiting outweighs."""
+"""Seconds of work that a second of waiting outweighs."""
 _MIN_STALE = 64
 
 P = TypeVar("P", bound="Place")
 
 
-def rank(*, priority: int, work_s: float, due_s: float, number: int) -> Rank:
+def rank(*, priority: int, size_s: float, due_s: float, number: int) -> Rank:
     """Return the key of a request within its tenant; low goes first, and no two keys are equal."""
-    return (-priority, work_s + AGEING * due_s, number)
+    return (-priority, size_s + AGEING * due_s, number)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

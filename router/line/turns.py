@@ -70,7 +70,7 @@ class Turns:
             self._pace.begin(now_s)
         self._num_asked += 1
         self._queue.add_tenant(name, weight=tenant.weight)
-        key = rank(priority=0, work_s=0.0, due_s=0.0, number=self._num_asked)
+        key = rank(priority=0, size_s=0.0, due_s=0.0, number=self._num_asked)
         turn = _Turn(rank=key, begins=asyncio.get_running_loop().create_future())
         self._queue.push(turn, tenant=name)
         self._num_waiting[name] += 1

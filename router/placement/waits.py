@@ -6,6 +6,7 @@ pool, so all wait for what the last of them was refused for. Only a tenant that 
 """
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +14,9 @@ from common.clock import Clock
 from common.errors import Refused
 from router.placement.answer_pool import AnswerPool
 from router.placement.plans import NoRoom, NoWorker, TooSlow
+
+PRICE_S = 30.0
+"""Time after which a wait counts a third as much in the price of answers."""
 
 
 class WaitCause(enum.Enum):
@@ -99,11 +103,14 @@ class PoolWaits:
         self._pool = pool
         self._ended = NO_WAITS
         self._cause, self._since_s = WaitCause.PREFILL, clock.monotonic()
+        self._price_before = 0.0
+        """Price of answers at that time."""
         self._tenants: dict[str, _TenantWaits] = {}
         """Tenants that a limit has held."""
 
     def note(self, refused: Refused) -> None:
         """Note what a request was refused for: all wait for it from now on."""
+        self._price_before = self.answer_price
         self._ended, self._since_s = self._all(), self._clock.monotonic()
         cause = _REFUSALS.get(type(refused), WaitCause.PREFILL)
         # The room of the prefill pool is all that the requests that it answers wait for.
@@ -114,6 +121,15 @@ class PoolWaits:
     def await_answers(self) -> bool:
         """Whether all wait for answers to end, so that a decode worker may take another one."""
         return self._cause in (WaitCause.DECODE_ROOM, WaitCause.DECODE_PACE)
+
+    @property
+    def answer_price(self) -> float:
+        """Price of a second of decode workers: the share of the time lately in which answers had to end.
+
+        The rest of 1 is the price of a second of workers that compute prompts.
+        """
+        left = math.exp((self._since_s - self._clock.monotonic()) / PRICE_S)
+        return left * self._price_before + (1 - left) * self.await_answers
 
     def hold(self, tenant: str) -> None:
         """Note that newcomers of a tenant wait for its limit from now on. Harmless when repeated."""

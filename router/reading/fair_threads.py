@@ -88,7 +88,7 @@ class FairThreads:
     async def _wait(self, size_class: _SizeClass, tenant: Tenant, cost: int) -> None:
         """Wait for a thread and take it."""
         self._num_calls += 1
-        key = rank(priority=0, work_s=cost * _S_PER_CHAR, due_s=time.monotonic(), number=self._num_calls)
+        key = rank(priority=0, size_s=cost * _S_PER_CHAR, due_s=time.monotonic(), number=self._num_calls)
         size_class.queue.add_tenant(tenant.name, weight=tenant.weight)
         turn = _Turn(rank=key, begins=asyncio.get_running_loop().create_future(), cost=cost)
         size_class.queue.push(turn, tenant=tenant.name)

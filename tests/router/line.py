@@ -57,6 +57,8 @@ class PageChooser(Chooser):
         """Whether no worker may be chosen."""
         self.defective: set[str] = set()
         """Requests for which the policy raises."""
+        self.answers_s: dict[str, float] = {}
+        """Time that answers take of decode workers."""
         self.unwanted: set[str] = set()
         """Requests that the worker has refused, and that no other worker has room for."""
         self.differs = False
@@ -130,6 +132,9 @@ class PageChooser(Chooser):
 
     def work_s(self, request: PlacementRequest) -> float:
         return float(request.num_tokens)
+
+    def size_s(self, request: PlacementRequest, work_s: float, *, answer_price: float) -> float:
+        return (1 - answer_price) * work_s + answer_price * self.answers_s.get(request.request_id, 0.0)
 
     def change(self) -> None:
         """Report a change of the fleet, after a rest of the line."""

@@ -40,7 +40,7 @@ def push(
     deadline_s: float = math.inf,
 ) -> Item:
     """Add a request that arrives at second `number`, and is late after `due_s`."""
-    key = rank(priority=priority, work_s=work_s, due_s=number if due_s == math.inf else due_s, number=number)
+    key = rank(priority=priority, size_s=work_s, due_s=number if due_s == math.inf else due_s, number=number)
     place = Item(item=number, rank=key, work_s=work_s, due_s=due_s, deadline_s=deadline_s)
     queue.push(place, tenant=tenant)
     return place

@@ -1,6 +1,7 @@
 """The search of the line: which waiting requests it tries, and when, with a chooser that only counts pages."""
 
 import asyncio
+import math
 
 import pytest
 
@@ -31,6 +32,30 @@ async def test_large_request_without_a_plan_lets_small_ones_pass_but_not_for_eve
     assert line.served == {"large"}
     await line.end("large")
     assert line.served == {"small"}
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "objective_s", "answer_s", "served"),
+    [
+        (5.0, 30.0, 0.0, "short"),
+        (5.0, 30.0, 9.0, "long"),  # its equal came later
+        (0.0, 30.0, 0.0, "long"),  # nothing has waited for answers so far
+        (5.0, math.inf, 0.0, "long"),
+    ],
+)
+async def test_short_answer_goes_first_after_a_wait_for_answers(
+    waited_s: float, objective_s: float, answer_s: float, served: str
+) -> None:
+    line = Line(num_pages=2)
+    line.chooser.answers_s = {"long": 9.0, "short": answer_s}
+    await line.come("running", 2)
+    if waited_s:
+        await line.come("first", 3)  # it waits for room
+        line.clock.advance(waited_s)
+    for name in ("long", "short"):
+        await line.come(name, 2, ttft_slo_s=objective_s)
+    await line.end("running")
+    assert line.served == {served}
 
 
 async def test_request_that_its_worker_has_refused_never_holds_up_those_behind_it() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.ids import WorkerId
+from common.timing import StepModel
 from kvrelay.v1 import worker_pb2
 from router.fleet.member import Member, WorkerState
 from router.fleet.roster import Roster
@@ -17,7 +18,7 @@ from router.placement.answer_pool import AnswerPool
 from router.placement.loads import PoolLoads, ProjectedLoad, lowest
 from router.placement.policies import predictive
 from tests.router.fake_worker import DECODE, PREFILL
-from tests.router.fleets import choose, fleet, policy, request, worker
+from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
 from tests.router.members import book, make_member
 
 NAMES = [f"d{number}" for number in range(6)]
@@ -128,3 +129,20 @@ def test_plan_of_a_large_fleet_costs_as_little_as_when_every_worker_is_priced(
         patch.setattr(predictive, "NUM_PRESELECTED", 1000)
         every = choose(policy("predictive"), asked, view)
     assert plan.candidates()[0].cost == pytest.approx(every.candidates()[0].cost)
+
+
+def test_request_is_larger_the_more_it_takes_of_the_pool_that_is_short() -> None:
+    timing = replace(TIMING, decode=StepModel(constant_s=0.01, per_decode_s=0.001, per_context_token_s=1e-5))
+
+    def size_s(names: str, num_tokens: int, answer_price: float) -> float:
+        workers = [worker(name, timing=timing) for name in names.split()]
+        prefill, decode = (PoolLoads(each for each in workers if each.worker_id[0] == pool) for pool in "pd")
+        roster = replace(Roster.of(()), prefill=prefill, decode=decode)
+        asked = request(num_tokens, num_output_tokens=100, num_samples=2)
+        return roster.size_s(asked, 3.0, answer_price=answer_price)
+
+    assert size_s("p0 d0", 100, 1.0) == pytest.approx(2 * 2 * 100 * 0.002)
+    assert size_s("p0 d0", 1000, 1.0) == pytest.approx(2 * 2 * 100 * 0.011)
+    assert size_s("p0 p1 p2 d0", 100, 1.0) == pytest.approx(3 * 0.8)
+    assert size_s("p0 d0", 100, 0.25) == pytest.approx(0.75 * 3.0 + 0.25 * 0.8)
+    assert [size_s(names, 100, price) for names, price in (("p0 d0", 0.0), ("d0 d1", 1.0), ("p0", 1.0))] == [3.0] * 3
