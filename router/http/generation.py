@@ -119,6 +119,7 @@ class GenerationEndpoint:
             answer.open(position, served.job, echo)
             while (message := await served.outbox.get()) is not None:
                 if message.HasField("tokens"):
+                    facts.begun = facts.begun or served.usage
                     if not call.is_streamed and (refused := whole.grow(num_entries_in(message.tokens))) is not None:
                         raise refused.error()
                     await answer.take(position, message.tokens)

@@ -87,6 +87,8 @@ class RequestFacts:
 
     request_id: str
     plans: list[pb.PlanChosen] = field(default_factory=list)
+    begun: pb.Usage | None = None
+    """Counts of the prompt when its first token came, from which on they are final."""
     completed: pb.Completed = field(default_factory=pb.Completed)
 
 

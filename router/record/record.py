@@ -199,7 +199,9 @@ class RunningRequest:
 
     @property
     def cache_writes(self) -> list[inference_pb2.CacheWrite]:
-        """Tokens that it has put into the cache for its marks, by their time."""
+        """Tokens that it has put into the cache for its marks, by their time, once the prompt is computed."""
+        if not self.ledger.has_tokens:
+            return []
         return list(cache_writes(self.job.marks, num_cached_tokens=self.num_cached_tokens))
 
     @property

@@ -15,7 +15,7 @@ from router.fleet.booking import Booking, WorkerBooking
 from router.fleet.fleet import Fleet
 from router.line.admission import Admission
 from router.observe.metrics import RouterMetrics
-from router.placement.plans import Plan, RetainedOn
+from router.placement.plans import RetainedOn
 from router.record.record import Delivery, RunningRequest
 from router.requests.sample_group import SampleGroup
 
@@ -64,7 +64,7 @@ class WorkerRequests:
         request = decode_pb2.DecodeRequest(
             sequence=self.record.sequence(
                 self.samples,
-                _retention(self.booking.plan, RetainedOn.DECODE),
+                self._retention(RetainedOn.DECODE),
                 tpot_slo_s=decode.tpot_slo_s if decode.bounds_prompts else math.inf,
                 prefill_booking=self._prefill_booking(decode) if prefill is None else None,
                 traceparent=self.traceparent,
@@ -83,7 +83,7 @@ class WorkerRequests:
         return prefill_pb2.PrefillRequest(
             sequence=self.record.sequence(
                 self.samples,
-                _retention(self.booking.plan, RetainedOn.PREFILL),
+                self._retention(RetainedOn.PREFILL),
                 prefill_booking=self._prefill_booking(worker),
                 traceparent=self.traceparent,
             ),
@@ -102,6 +102,17 @@ class WorkerRequests:
             epoch=worker.epoch,
             source=self._source(worker),
         )
+
+    def _retention(self, side: RetainedOn) -> "sequence_pb2.Retention.ValueType":
+        """Return how long the worker on this side of a remote plan keeps the blocks.
+
+        An answer of one token ends with the prefill: its decode worker gets no blocks that it could keep.
+        """
+        plan, ends_with_prefill = self.booking.plan, self.record.job.sampling.max_tokens == 1
+        is_retained = plan.kind is PlanKind.LOCAL or plan.retained_on in (RetainedOn.BOTH, side)
+        if is_retained or (ends_with_prefill and side is RetainedOn.PREFILL):
+            return sequence_pb2.RETENTION_UNSPECIFIED
+        return sequence_pb2.RETENTION_BRIEF
 
     def _prefill_booking(self, computes: WorkerBooking) -> sequence_pb2.PrefillBooking | None:
         max_wait_s = self.booking.plan.max_wait_s
@@ -155,9 +166,3 @@ def _direct_access() -> decode_pb2.DirectAccess:
         ttl_s=DIRECT_TTL_S,
         checkpoint_tokens=CHECKPOINT_TOKENS,
     )
-
-
-def _retention(plan: Plan, side: RetainedOn) -> "sequence_pb2.Retention.ValueType":
-    """Return how long the worker on this side of a remote plan keeps the blocks."""
-    is_retained = plan.kind is PlanKind.LOCAL or plan.retained_on in (RetainedOn.BOTH, side)
-    return sequence_pb2.RETENTION_UNSPECIFIED if is_retained else sequence_pb2.RETENTION_BRIEF

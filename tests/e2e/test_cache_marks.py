@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from anthropic import AsyncAnthropic
 
 from kvrelay.client import CacheMark, CacheWrite, Generation
 from tests.builders import BLOCK_SIZE
@@ -14,7 +15,8 @@ from tests.e2e.in_process import System, running_system
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in ("a", "b")}
 SYSTEM = "You know the whole library by heart. " * 8
 ASKED = "Which book? " * 4
-HOUR, MINUTES = {"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"}
+HOUR: Any = {"type": "ephemeral", "ttl": "1h"}
+MINUTES = {"type": "ephemeral"}
 REMOTE: dict[str, Any] = {"local_prefill_max_tokens": 0}
 LOCAL: dict[str, Any] = {"policy": "round_robin", "local_prefill_max_tokens": 4096}
 
@@ -79,6 +81,23 @@ async def test_what_a_mark_writes_is_told_once_and_read_afterwards() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("router", [REMOTE, LOCAL], ids=["remote", "local"])
+async def test_official_client_learns_of_a_stream_what_was_written_for_which_time(router: dict[str, Any]) -> None:
+    fields: Any = {"model": "", "max_tokens": 3, "messages": [{"role": "user", "content": ASKED * 4}]}
+    async with serving(router) as served:
+        url = f"http://127.0.0.1:{served.router.http_port}"
+        async with AsyncAnthropic(base_url=url, api_key=KEYS["a"], max_retries=0) as client:
+            async with client.messages.stream(cache_control=HOUR, **fields) as stream:
+                first = (await stream.get_final_message()).usage
+            second = (await client.messages.create(**fields)).usage
+            async with client.messages.stream(cache_control=HOUR, **fields) as stream:
+                third = (await stream.get_final_message()).usage
+    assert first.cache_creation is not None and first.cache_creation_input_tokens
+    assert first.cache_creation.ephemeral_1h_input_tokens == first.cache_creation_input_tokens
+    assert third == second and third.cache_read_input_tokens == first.cache_creation_input_tokens
+
+
+@pytest.mark.asyncio
 async def test_openais_doors_tell_what_was_read_and_written_under_their_names() -> None:
     asked: dict[str, Any] = {"temperature": 0, "prompt_cache_options": {"ttl": "1h"}}
     turns = [{"role": "user", "content": ASKED * 4}]
@@ -130,6 +149,15 @@ async def test_pinned_prefix_is_still_there_when_others_have_filled_the_pages(ro
     assert (first.usage.num_pinned_tokens, first.usage.num_refused_pin_tokens) == (160, 0)
     assert (held(again), held(gone)) == (160, 0)
     assert (decision.outcome.num_pinned_tokens, decision.outcome.num_refused_pin_tokens) == (160, 0)
+
+
+@pytest.mark.asyncio
+async def test_mark_of_an_answer_of_one_token_pins_as_well() -> None:
+    asked: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "cache_marks": [CacheMark(ttl_s=60)]}
+    async with serving() as served, served.client(api_key=KEYS["a"]) as client:
+        # Plans keep the blocks of some prompts on the one side, of others on the other.
+        usages = [(await client.generate([first, *PROMPT], **asked)).usage for first in range(1, 5)]
+    assert [(each.num_pinned_tokens, each.num_refused_pin_tokens) for each in usages] == [(200, 0)] * 4
 
 
 @pytest.mark.asyncio

@@ -51,7 +51,6 @@ class _MessageAnswer(Answer):
         self._decode = decode
         self._id = ID_PREFIX + answer_id
         self._model = ""
-        self._num_prompt_tokens = 0
         self._finish_reason: FinishReason.ValueType = FINISH_REASON_UNSPECIFIED
         self._stop_sequence: str | None = None
 
@@ -59,7 +58,6 @@ class _MessageAnswer(Answer):
         """Begin the request."""
         assert job.answer_format is not None, "a conversation has a format of its answer"
         self._model = job.model.name
-        self._num_prompt_tokens = len(job.prompt_token_ids)
         self._blocks = Blocks(job.answer_format, request_id=job.request_id)
         self._stops = StopFinder(job.sampling.stop, self._decode)
 
@@ -100,8 +98,7 @@ class _MessageAnswer(Answer):
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts of the complete answer."""
-        counted = self.facts[0].completed.usage
-        return _usage(counted.num_prompt_tokens, counted.num_output_tokens, counted)
+        return _usage(self.facts[0].completed.usage)
 
 
 class StreamedMessage(_MessageAnswer):
@@ -126,8 +123,10 @@ class StreamedMessage(_MessageAnswer):
         self._exchange.finish((end, _event("message_stop")))
 
     def _start(self) -> str:
-        """Return the first event; how much of the prompt was cached is not known yet."""
-        usage = _usage(self._num_prompt_tokens, 0, pb.Usage())
+        """Return the first event: clients read the times of marks here alone, other counts again at the end."""
+        begun = self.facts[0].begun
+        assert begun is not None, "an answer begins with its first token"
+        usage = _usage(begun) | {"output_tokens": 0}
         message = self._message(content=[], stop_reason=None, stop_sequence=None, usage=usage)
         return _event("message_start", message=message)
 
@@ -199,13 +198,13 @@ def input_of(arguments: str) -> dict[str, Any]:
     return given if isinstance(given, dict) else {INVALID_INPUT: arguments}
 
 
-def _usage(num_prompt_tokens: int, num_output_tokens: int, cached: pb.Usage) -> dict[str, Any]:
+def _usage(counted: pb.Usage) -> dict[str, Any]:
     """Return counts of disjoint parts of the prompt, and of the answer."""
-    created = creation_by_ttl(cached.cache_writes)
+    created = creation_by_ttl(counted.cache_writes)
     return {
-        "input_tokens": num_prompt_tokens - cached.num_cached_tokens - sum(created.values()),
-        "output_tokens": num_output_tokens,
-        "cache_read_input_tokens": cached.num_cached_tokens,
+        "input_tokens": counted.num_prompt_tokens - counted.num_cached_tokens - sum(created.values()),
+        "output_tokens": counted.num_output_tokens,
+        "cache_read_input_tokens": counted.num_cached_tokens,
         "cache_creation_input_tokens": sum(created.values()),
         "cache_creation": created,
     }

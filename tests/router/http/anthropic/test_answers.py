@@ -64,7 +64,8 @@ async def answered(*, stream: bool, num_chars: int, stops: Sequence[str] = ()) -
     answer = kind(call, cast(Exchange, recorder), decode=decode, answer_id=RequestId("req-1"))
     sampling = SamplingParams(stop=tuple(stops))
     job = make_job(sampling)
-    facts = answer.facts[0] = RequestFacts("req-1")
+    counts = pb.Usage(num_prompt_tokens=9, num_cached_tokens=4)
+    facts = answer.facts[0] = RequestFacts("req-1", begun=counts)
     answer.open(0, job, None)
     tokens = [SampleToken(token_id=ord(letter), text=letter) for letter in ANSWER]
     tokens.append(SampleToken(token_id=0, finish_reason=FINISH_REASON_STOP))
