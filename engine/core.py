@@ -259,6 +259,11 @@ class EngineCore:
         """Return the load at this moment."""
         return measure_load(self.scheduler, now_s=self._clock.monotonic())
 
+    @property
+    def idle_s(self) -> float | None:
+        """Time after which the load of an idle engine may be another one; None: it stays."""
+        return None if self.pool.pins is None else self.pool.pins.wait_s
+
     def report(self) -> StepReport:
         """Return the load and the changes since the last report."""
         accepted = tuple(self._accepted)

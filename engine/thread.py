@@ -37,6 +37,9 @@ _SWITCH_S = 0.0002
 """Time after which a busy event loop lets the engine thread go on. A step asks for the interpreter lock several times:
 with Python's 5 ms a device would wait."""
 
+_MIN_IDLE_S = 1.0
+"""Least time between two reports of an idle engine."""
+
 T = TypeVar("T")
 
 
@@ -186,6 +189,9 @@ class EngineThread(EngineDriver):
         shape = StepShape()
         while (num_commands := self._drain(core)) is not None:
             had_work = core.has_work
+            if not (had_work or num_commands):
+                self._send(core, [])  # of an idle engine whose load may have changed
+                continue
             self.running_step = RunningStep((), time.monotonic())  # planning may draft, with a model of its own
             plan, started = core.begin_step()
             if started or (had_work and num_commands):
@@ -196,13 +202,17 @@ class EngineThread(EngineDriver):
             self._send(core, core.finish_step(plan))
 
     def _drain(self, core: EngineCore) -> int | None:
-        """Run all queued commands, waiting for one when the core is idle. Returns their number; None: stop."""
+        """Run all queued commands, waiting for one when the core is idle, as long as nothing else changes there.
+
+        Returns their number; None: stop.
+        """
         num_commands = 0
-        block = not core.has_work
+        block, idle_s = not core.has_work, core.idle_s
+        timeout_s = None if idle_s is None else max(idle_s, _MIN_IDLE_S)
         while True:
             self.running_step = None
             try:
-                command = self._commands.get(block=block)
+                command = self._commands.get(block=block, timeout=timeout_s)
             except queue.Empty:
                 return num_commands
             if command is None:

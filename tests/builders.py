@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.block_hash import hash_blocks, hash_root
+from common.clock import Clock
 from common.errors import Refused
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from common.ids import RequestId
@@ -61,7 +62,7 @@ def make_core(
     max_waiting: int = 64,
     max_model_len: int = 512,
     max_steps_in_flight: int = 2,
-    clock: ManualClock | None = None,
+    clock: Clock | None = None,
     speculator: Speculator | None = None,
     window: FakeWindow | None = None,
 ) -> EngineCore:

@@ -167,7 +167,7 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Return fresh pages with one holder each, evicting cached ones as needed. The caller checked `num_free`."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"
-        self._end_pins()
+        self.end_pins()
         taken: list[BlockId] = []
         for _ in range(num_blocks):
             block_id = self._empty.pop() if self._empty else self._evict()
@@ -178,7 +178,7 @@ class BlockPool:
 
     def release(self, block_ids: Sequence[int], keeping: Keeping = KEEP_ALL) -> None:
         """Remove a holder from each page of a block table (given in table order), tail first."""
-        self._end_pins()
+        self.end_pins()
         for i in range(len(block_ids) - 1, -1, -1):
             block_id = block_ids[i]
             self._ref_counts[block_id] -= 1
@@ -197,11 +197,11 @@ class BlockPool:
         """Pin the leading blocks of a held table, which are published, up to its marks; returns how many are pinned."""
         if self.pins is None:
             return 0
-        self._end_pins()
+        self.end_pins()
         return self.pins.pin(marks, block_table)
 
-    def _end_pins(self) -> None:
-        """Put free pages whose pins are over where the others are."""
+    def end_pins(self) -> None:
+        """End the pins whose time is over, and put their free pages where the others are."""
         if self.pins is None:
             return
         for block_id in self.pins.expire():

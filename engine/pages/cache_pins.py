@@ -63,13 +63,15 @@ class CachePins:
     def pin(self, marks: CacheMarks, block_table: Sequence[int]) -> int:
         """Pin the published pages of a held table up to its marks; returns how many leading ones are pinned now."""
         pins = self._tenants.setdefault(marks.tenant, {})
+        is_over = len(pins) > marks.max_blocks  # the tenant may pin less than before: what is above that ends in time
         now_s, num_pinned = self._clock.monotonic(), 0
         for num_blocks, ttl_s in marks.spans():
             for place in range(num_pinned, min(num_blocks, len(block_table))):
                 pin = pins.get(block_table[place])
                 if pin is not None:
-                    pin.ttl_s = max(pin.ttl_s, ttl_s)
-                    pin.until_s = max(pin.until_s, now_s + pin.ttl_s)
+                    if not is_over:
+                        pin.ttl_s = max(pin.ttl_s, ttl_s)
+                        pin.until_s = max(pin.until_s, now_s + pin.ttl_s)
                 elif not self._add(marks, pins, block_table[place], place, _Pin(now_s + ttl_s, ttl_s)):
                     break
                 num_pinned += 1
@@ -92,17 +94,22 @@ class CachePins:
         self._compact()
         return True
 
-    def touch(self, tenant: str, block_ids: Sequence[int]) -> None:
+    def touch(self, marks: CacheMarks, block_ids: Sequence[int]) -> None:
         """Begin the time of a tenant's pins anew, for leading pages that a request of it has found."""
-        pins = self._tenants.get(tenant)
-        if pins is None:
+        pins = self._tenants.get(marks.tenant)
+        if pins is None or len(pins) > marks.max_blocks:
             return
         now_s = self._clock.monotonic()
         for block_id in block_ids:
             pin = pins.get(block_id)
-            if pin is None:
+            if pin is None or pin.until_s <= now_s:
                 return  # nothing behind it is pinned
             pin.until_s = max(pin.until_s, now_s + pin.ttl_s)
+
+    @property
+    def wait_s(self) -> float | None:
+        """Time until a pin may end; None: nothing is pinned."""
+        return self._due[0][0] - self._clock.monotonic() if self._due else None
 
     def expire(self) -> Iterator[int]:
         """End the pins whose time is over; yields pages that no pin covers any more, children before parents."""

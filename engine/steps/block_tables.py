@@ -56,7 +56,7 @@ class Pages:
         self._pool.acquire(cached)
         self._pool.mark_reused(cached, sequence.num_found(len(cached)))
         if self._pool.pins is not None and sequence.request.cache_marks is not None:
-            self._pool.pins.touch(sequence.request.cache_marks.tenant, cached)
+            self._pool.pins.touch(sequence.request.cache_marks, cached)
         sequence.block_table = array("i", cached)
         num_known = self._pool.num_matching(sequence.block_hashes, sequence.num_reusable_blocks)
         last_known = self._pool.block_of(sequence.block_hashes[num_known - 1]) if num_known else None

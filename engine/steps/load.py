@@ -8,6 +8,7 @@ from engine.steps.scheduler import Scheduler
 def measure_load(scheduler: Scheduler, *, now_s: float) -> EngineLoad:
     """Return the load at this moment. Engine thread only; O(running and reserved sequences)."""
     pool, backlog, speculator = scheduler.pool, scheduler.backlog, scheduler.speculator
+    pool.end_pins()
     num_tokens, pairs, context = backlog.num_tokens, backlog.num_pairs, backlog.num_context_tokens
     num_decoding = 0
     for sequence in scheduler.running:

@@ -80,9 +80,9 @@ class PinMachine(PoolMachine):
     @rule(data=st.data())
     def use(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
-        self.settle()
         tenant = TENANTS[holder.root]
-        self.pins.touch(tenant, holder.table[: holder.num_published])
+        self.pins.touch(CacheMarks(tenant=tenant, max_blocks=MAX_BLOCKS), holder.table[: holder.num_published])
+        self.settle()
         for block_hash in holder.hashes[: holder.num_published]:
             if (pin := self.expected[tenant].get(block_hash)) is not None:
                 pin.until_s = max(pin.until_s, self.clock.monotonic() + pin.ttl_s)
@@ -185,5 +185,16 @@ def test_every_use_by_its_tenant_renews_a_pin_and_none_by_another_does() -> None
     serve(core, replace(request, cache_marks=replace(marks, tenant="b", marks=())))
     assert core.load().tenant_pins == {"a": 5}
     clock.advance(11.0)
-    serve(core, make_request([9, 9, 9], max_tokens=1))
-    assert core.load().tenant_pins == {}
+    assert (core.load().tenant_pins, core.load().num_pinned_blocks) == ({}, 0)
+
+
+def test_tenant_that_may_pin_less_than_before_does_not_keep_the_rest_by_using_it() -> None:
+    clock = ManualClock()
+    core = make_core(num_blocks=32, clock=clock)
+    marks = CacheMarks(tenant="a", max_blocks=99, marks=(CacheMark(num_blocks=5, ttl_s=60.0),))
+    request = make_request(range(1, 23), max_tokens=2)
+    serve(core, replace(request, cache_marks=marks))
+    for num_pinned in (5, 3):
+        clock.advance(40.0)
+        serve(core, replace(request, cache_marks=replace(marks, max_blocks=3)))
+        assert core.load().tenant_pins == {"a": num_pinned}

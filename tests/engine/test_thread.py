@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
+from common.clock import SystemClock
 from common.errors import PromptTooLong, Refused
+from engine.cache_marks import CacheMark, CacheMarks
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Started, Tokens
 from engine.executor import ScheduledSequence, StepHandle, StepResult
@@ -55,6 +58,24 @@ async def test_thread_when_bookkeeping_raises_ends_and_reports_the_fault() -> No
         async with asyncio.timeout(60):
             fault = await faults.get()
     assert str(fault) == "block 3: ref_cnt -1"
+
+
+async def test_idle_engine_tells_that_its_pins_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.thread._MIN_IDLE_S", 0.001)
+    core, told = make_core(clock=SystemClock()), asyncio.Queue[Mapping[str, int]]()
+    marks = CacheMarks(tenant="a", max_blocks=9, marks=(CacheMark(num_blocks=2, ttl_s=0.05),))
+    request = replace(make_request(range(1, 10), max_tokens=1), cache_marks=marks)
+    thread = EngineThread(core, lambda report: told.put_nowait(report.load.tenant_pins), unexpected)
+    thread.start()
+    try:
+        await thread.call(lambda core: core.add(request, Collector()))
+        async with asyncio.timeout(60):
+            while await told.get() != {"a": 2}:
+                pass
+            while await told.get() != {}:
+                pass
+    finally:
+        await thread.aclose()
 
 
 async def test_event_that_cannot_be_handed_over_is_a_fault() -> None:
