@@ -17,7 +17,7 @@ from kvrelay.client.events import Accepted, SampleSoFar
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 _OPTIONS = tuple(each.option for each in PARAMETERS)
-_OTHER_OPTIONS = frozenset(("model", "label", "timeout_s", "terms", "cache_marks", *CHAT_OPTIONS))
+_OTHER_OPTIONS = frozenset(("model", "label", "timeout_s", "terms", "cache_marks", "session_id", *CHAT_OPTIONS))
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
@@ -53,7 +53,7 @@ class CacheMark:
 
 
 class GenerateOptions(SamplingOptions, ChatOptions, total=False):
-    """Keyword arguments of the generating calls: those of sampling, of conversations, and five of the request."""
+    """Keyword arguments of the generating calls: those of sampling, of conversations, and six of the request."""
 
     model: str
     """Name of a served model; default: the only one."""
@@ -65,6 +65,8 @@ class GenerateOptions(SamplingOptions, ChatOptions, total=False):
     """How soon the answer is needed."""
     cache_marks: Sequence[CacheMark]
     """Prefixes of the prompt that are to stay cached, at most 4."""
+    session_id: str
+    """Conversation or task that the request belongs to, by a name of the caller's."""
 
 
 class EmbedOptions(TypedDict, total=False):
@@ -93,6 +95,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.
         message.model = options.get("model") or ""
     with _field("label"):
         message.label = options.get("label") or ""
+    with _field("session_id"):
+        message.session_id = options.get("session_id") or ""
     terms = options.get("terms")
     if terms is not None:
         _set_terms(message, terms)

@@ -39,6 +39,11 @@ def test_marks_arrive_with_their_places() -> None:
         build("Hi", cache_marks=[CacheMark(ttl_s=1, num_chars=1, num_tokens=1)])
 
 
+def test_name_of_a_session_arrives() -> None:
+    assert build("Hi", session_id="my task").session_id == "my task"
+    assert build("Hi", session_id=None).session_id == build("Hi").session_id == ""
+
+
 def test_prompt_kind_follows_its_type() -> None:
     assert build("Hi").text == "Hi"
     assert list(build((1, 2)).token_ids.ids) == [1, 2]
