@@ -4,6 +4,7 @@ Without such options nothing is marked; prefixes are cached all the same. A brea
 would end if it ended with its part: each endpoint's own reader tells that place.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Protocol
 
@@ -19,6 +20,9 @@ TTLS = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43200.0, "24h": 86400.0
 DEFAULT_TTL = "30m"
 _MEMBERS = ("content", "output")
 """Members of messages and items that are text, or parts."""
+_POINT = "prompt_cache_breakpoint"
+_Place = tuple[int, str, int]
+"""Message or item, its member, and the part there."""
 Retention = Annotated[Literal["in_memory", "in-memory", "24h"] | None, Field()]
 Texts = Callable[[list[Any]], list[str]]
 """Returns the texts of the chat's messages that some messages or items of a body become."""
@@ -62,34 +66,36 @@ def cache_marks(body: Cached, given: Any, field: str, texts: Texts) -> list[pb.C
     if body.prompt_cache_options is not None and options.mode != "explicit":
         whole.append(ttl)
     marks = [pb.CacheMark(ttl_s=max(whole))] if whole else []
-    places = [*_breakpoints(given, field, ttl)]
-    for where, position, name, parts, ttl_s in places[max(0, len(places) - MAX_CACHE_MARKS + len(marks)) :]:
-        made = texts([*given[:position], {**given[position], name: parts}])
+    for (position, name, number), ttl_s in deque(_breakpoints(given, field, ttl), MAX_CACHE_MARKS - len(marks)):
+        message = given[position]
+        made = texts([*given[:position], {**message, name: message[name][: number + 1]}])
         if not made:
+            where = field_path(field, position, name, number, _POINT)
             raise InvalidRequest(f"{where} is in an item that the model is not told of", field=where)
         end = pb.MessageEnd(index=len(made) - 1, num_chars=len(made[-1]))
         marks.append(pb.CacheMark(message=end, ttl_s=ttl_s))
     return marks
 
 
-def _breakpoints(given: Any, field: str, ttl_s: float) -> Iterator[tuple[str, int, str, list[Any], float]]:
-    """Yield field, message, member and parts up to each breakpoint of a conversation that was read, with its time."""
+def _breakpoints(given: Any, field: str, ttl_s: float) -> Iterator[tuple[_Place, float]]:
+    """Yield place and time of each breakpoint of a conversation that was read. There may be one in each part."""
     for position, message in enumerate(given if isinstance(given, list) else ()):
         for name in _MEMBERS:
             parts = message.get(name)
             for number, part in enumerate(parts if isinstance(parts, list) else ()):
-                if part.get("prompt_cache_breakpoint") is not None:
-                    where = field_path(field, position, name, number, "prompt_cache_breakpoint")
-                    yield where, position, name, parts[: number + 1], _ttl_s(part, where, ttl_s)
+                if (point := part.get(_POINT)) is not None:
+                    place = position, name, number
+                    yield place, _ttl_s(point, (field, *place, _POINT), ttl_s)
 
 
-def _ttl_s(part: Mapping[str, Any], where: str, default_s: float) -> float:
-    point = part["prompt_cache_breakpoint"]
-    if not isinstance(point, Mapping) or point.get("mode", "explicit") != "explicit":
+def _ttl_s(point: Any, path: tuple[str | int, ...], default_s: float) -> float:
+    if not isinstance(point, Mapping) or (point.get("mode") or "explicit") != "explicit":
+        where = field_path(*path)
         raise InvalidRequest(f'{where} must be {{"mode": "explicit"}}', field=where)
     ttl = point.get("ttl")
     if ttl is None:
         return default_s
     if not isinstance(ttl, str) or ttl not in TTLS:
-        raise InvalidRequest(f"{where}.ttl must be one of {', '.join(TTLS)}", field=f"{where}.ttl")
+        where = field_path(*path, "ttl")
+        raise InvalidRequest(f"{where} must be one of {', '.join(TTLS)}", field=where)
     return TTLS[ttl]

@@ -18,6 +18,7 @@ from router.http.response_format import only_tokens, read_format
 from router.http.schema import SAMPLING_FIELDS, ChatBody, CompletionBody, EmbeddingBody, Extension, GenerationBody
 from router.http.strict import field_path
 from router.http.tools import foreign_tools
+from router.record.sessions import MAX_SESSION_CHARS
 
 _GUIDED = ("json", "regex", "choice", "grammar")
 DEFAULT_COMPLETION_TOKENS = 16
@@ -178,7 +179,7 @@ def read_token_ids(ids: Any, where: str) -> list[int]:
 
 def _request(body: GenerationBody, sampling: sampling_pb2.SamplingParams, **prompt: Any) -> pb.GenerateRequest:
     request = pb.GenerateRequest(model=body.model or "", sampling=sampling, **prompt)
-    request.session_id = body.prompt_cache_key or ""
+    request.session_id = (body.prompt_cache_key or "")[:MAX_SESSION_CHARS]
     set_terms(request, body)
     given = body.messages if isinstance(body, ChatBody) else None
     request.cache_marks.extend(

@@ -137,7 +137,7 @@ def parse_body(kind: type[_Body], raw: bytes) -> _Body:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = field_path(*first["loc"])
+        field = field_path(*(each if isinstance(each, int) else each[:_MAX_NAME_CHARS] for each in first["loc"]))
         raise InvalidRequest(f"{field}: {first['msg']}" if field else first["msg"], field=field) from None
     body.check()
     return body

@@ -24,6 +24,8 @@ UNREAD_ITEMS = (
 )
 """Items about tools that are no functions: no answer of this server has one."""
 _MAX_METADATA = 16
+_Label = Annotated[str, Field(max_length=4096)]
+"""Text that says nothing to the model and is repeated with several events of a stream."""
 _STATELESS = "nothing is stored here: send the whole conversation in input"
 _UNLIKE_CHAT = ("n", "max_tokens", "use_beam_search", "length_penalty", "early_stopping")
 """Sampling fields of chats that this endpoint does not have, or has under another name."""
@@ -155,10 +157,10 @@ class ResponsesBody(_Sampling):
     store: bool | None = None
     """Ignored: nothing is stored."""
     # Repeated in the answer.
-    metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    metadata: Annotated[dict[_Label, _Label], Field(max_length=_MAX_METADATA)] | None = None
+    user: _Label | None = None
+    safety_identifier: _Label | None = None
+    prompt_cache_key: _Label | None = None
     prompt_cache_retention: Retention = None
     """`24h` marks the end of the prompt for a day; `in_memory` is what every prompt gets."""
     prompt_cache_options: CacheOptions | None = None

@@ -62,6 +62,10 @@ def test_latest_breakpoints_are_marked_and_the_end_takes_the_place_of_one() -> N
     assert chat(*contents, prompt_cache_options={"ttl": "30m"}) == [pb.CacheMark(ttl_s=HALF_HOUR), *latest]
 
 
+def test_null_in_a_breakpoint_counts_as_left_out() -> None:
+    assert chat([part("a", prompt_cache_breakpoint={"mode": None, "ttl": None})]) == [at(0, 1)]
+
+
 def test_breakpoints_of_items_stand_in_the_messages_that_these_become() -> None:
     items = [
         {"role": "user", "content": [part("hi", "input_text", prompt_cache_breakpoint=POINT)]},

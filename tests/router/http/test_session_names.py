@@ -1,0 +1,41 @@
+"""Names of sessions as clients send them: anything is taken or refused by its field, and little of it is kept."""
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequest
+from router.http.anthropic.calls import read_messages_body
+from router.http.generation import read_chat, read_completion
+from router.http.responses.call import read_response
+from router.record.sessions import MAX_SESSION_CHARS
+
+TURNS = {"messages": [{"role": "user", "content": "hi"}]}
+LONG = "x" * (1 << 20)
+
+
+@pytest.mark.parametrize("user_id", [5, 1.5, True, None, ["a"], {"a": 1}, ""])
+def test_user_id_that_is_no_text_names_no_session(user_id: Any) -> None:
+    body = json.dumps({**TURNS, "max_tokens": 1, "metadata": {"user_id": user_id}}).encode()
+    assert read_messages_body(body).requests[0].session_id == ""
+
+
+def test_name_of_a_megabyte_does_not_travel_with_each_prompt_of_a_call() -> None:
+    calls = [
+        read_messages_body(json.dumps({**TURNS, "max_tokens": 1, "metadata": {"user_id": LONG}}).encode()),
+        read_chat(json.dumps({**TURNS, "prompt_cache_key": LONG}).encode()),
+        read_completion(json.dumps({"prompt": ["hi"] * 128, "prompt_cache_key": LONG}).encode()),
+    ]
+    names = {request.session_id for call in calls for request in call.requests}
+    assert names == {LONG[:MAX_SESSION_CHARS]}
+
+
+@pytest.mark.parametrize("field", ["prompt_cache_key", "user", "safety_identifier", "metadata.a", f"metadata.{LONG}"])
+def test_text_that_streams_repeat_is_refused_by_its_name_when_it_is_very_long(field: str) -> None:
+    name, _, member = field.partition(".")
+    given = {name: {member: LONG}} if member else {name: LONG}
+    with pytest.raises(InvalidRequest) as caught:
+        read_response(json.dumps({"input": "hi", **given}).encode())
+    assert field.startswith(caught.value.field.removesuffix(".[key]"))
+    assert len(str(caught.value)) < 1000, "the answer repeats what was refused"
