@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from common.block_hash import BlockHashes, hash_blocks
 from common.clock import Clock
-from common.ids import RequestId
+from common.ids import RequestId, WorkerId
 from common.lifecycle import LifeCycle, State
 from common.pooling import pooling_to_proto
 from common.sampling import SamplingParams
@@ -91,6 +91,8 @@ class RunningRequest:
     shortened_max_tokens: int | None = None
     """Longest answer when overload has made it shorter than the request asks for."""
     num_cached_tokens: int = 0
+    num_found_on: dict[WorkerId, int] = field(default_factory=dict)
+    """Tokens that each worker had cached when it first began to compute the prompt."""
     num_evicted_tokens: int = 0
     """Prompt tokens that caches had held and had evicted when the request was first planned."""
     num_read_tokens: int = 0

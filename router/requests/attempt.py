@@ -89,8 +89,11 @@ class Attempt(WorkerRequests, ABC):
         )
         self.booking.decision.num_cached_tokens = started.num_cached_tokens
         if not self.record.ledger.has_tokens:
-            # When another router began the answer, output tokens may be cached, too.
-            num_cached_tokens = min(started.num_cached_tokens, len(self.record.job.prompt_token_ids))
+            # When another router began the answer, output tokens may be cached, too; when an attempt has failed, what
+            # it had computed. That is not found, but written.
+            worker_id = (self.booking.prefill or self.booking.answering).member.endpoint.worker_id
+            num_found = self.record.num_found_on.setdefault(worker_id, started.num_cached_tokens)
+            num_cached_tokens = min(started.num_cached_tokens, num_found, len(self.record.job.prompt_token_ids))
             self.record.num_cached_tokens = num_cached_tokens
             self.record.num_pulled_tokens = min(started.num_pulled_tokens, num_cached_tokens)
             self.services.admission.correct_cached(self.record.ticket, num_cached_tokens)

@@ -131,6 +131,25 @@ async def test_prefill_dies_before_first_token_then_decode_serves_alone(cluster:
     assert cluster.decode.calls["cancelled"] == 1  # the first call was closed, not left
 
 
+async def test_what_a_failed_attempt_has_written_is_told_as_written_not_as_found() -> None:
+    prefill, first, second = trio()
+    for worker in (first, second):
+        worker.gates.close("fetch")
+    prefill.gates.close("first_token")
+    request = make_request(10)
+    request.cache_marks.add(ttl_s=60)
+    async with running_cluster(prefill, first, second) as cluster:
+        generating = await cluster.start(request, prefill, "first_token")
+        prefill.num_cached_tokens = 8  # of the request's own prompt
+        await first.die()
+        await second.gates.reached("fetch")
+        prefill.gates.open("first_token")
+        second.gates.open("fetch")
+        usage = (await generating).completed.usage
+    assert usage.num_cached_tokens == 0
+    assert list(usage.cache_writes) == [inference_pb2.CacheWrite(ttl_s=60, num_tokens=8)]
+
+
 async def test_prefill_dies_then_another_one_takes_over() -> None:
     first, second, decode = FakeWorker("p0", PREFILL), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
     second.set_load(num_pending_prefill_tokens=50)
