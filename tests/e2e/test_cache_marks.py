@@ -98,6 +98,24 @@ async def test_official_client_learns_of_a_stream_what_was_written_for_which_tim
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompt_that_is_sent_ahead_without_tokens_to_generate_is_found_later(stream: bool) -> None:
+    fields: Any = {"model": "", "messages": [{"role": "user", "content": ASKED * 4}], "cache_control": HOUR}
+    async with serving() as served:
+        url = f"http://127.0.0.1:{served.router.http_port}"
+        async with AsyncAnthropic(base_url=url, api_key=KEYS["a"], max_retries=0) as client:
+            if stream:
+                async with client.messages.stream(max_tokens=0, **fields) as events:
+                    ahead = await events.get_final_message()
+            else:
+                ahead = await client.messages.create(max_tokens=0, **fields)
+            later = await client.messages.create(max_tokens=3, **fields)
+    assert (ahead.content, ahead.stop_reason, ahead.usage.output_tokens) == ([], "max_tokens", 0)
+    assert ahead.usage.cache_creation_input_tokens == later.usage.cache_read_input_tokens
+    assert later.usage.cache_creation_input_tokens == 0 < len(later.content)
+
+
+@pytest.mark.asyncio
 async def test_openais_doors_tell_what_was_read_and_written_under_their_names() -> None:
     asked: dict[str, Any] = {"temperature": 0, "prompt_cache_options": {"ttl": "1h"}}
     turns = [{"role": "user", "content": ASKED * 4}]

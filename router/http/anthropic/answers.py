@@ -63,7 +63,7 @@ class _MessageAnswer(Answer):
 
     async def take(self, position: int, delta: pb.TokenDelta) -> None:
         """Read new tokens."""
-        for token in delta.tokens:
+        for token in () if self._call.wants_only_echo else delta.tokens:
             self._stops.push(token)
             self._blocks.push(token.text)
             if token.finish_reason:
@@ -98,7 +98,8 @@ class _MessageAnswer(Answer):
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts of the complete answer."""
-        return _usage(self.facts[0].completed.usage)
+        usage = _usage(self.facts[0].completed.usage)
+        return usage | {"output_tokens": 0} if self._call.wants_only_echo else usage
 
 
 class StreamedMessage(_MessageAnswer):

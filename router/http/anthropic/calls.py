@@ -36,7 +36,8 @@ def read_messages_body(raw: bytes) -> Call:
         request.cache_marks.extend(marks)
         request.chat.soft_thinking_budget = request.chat.HasField("thinking_budget")  # a target in Anthropic's API
     names = call.names if _response_format(body) is None else {"structured_outputs": "output_config.format"}
-    return replace(call, names=names, left_out=(*body.left_out, *call.left_out))
+    left_out = (*body.left_out, *call.left_out)
+    return replace(call, names=names, left_out=left_out, wants_only_echo=not body.max_tokens)
 
 
 def body_field(field: str, *, prompt_field: str) -> str:
@@ -54,7 +55,7 @@ def _chat_of(body: MessagesBody) -> ChatBody:
     """Return the chat that asks for the same."""
     return conversation_of(body).model_copy(
         update={
-            "max_tokens": body.max_tokens,
+            "max_tokens": body.max_tokens or 1,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,

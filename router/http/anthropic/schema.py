@@ -145,7 +145,8 @@ class MessagesBody(CountTokensBody):
     """`/v1/messages`: a conversation, and how to answer it."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["messages", "max_tokens"]})
-    max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)]
+    max_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)]
+    """With 0 the prompt is only put into the cache."""
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None

@@ -160,7 +160,7 @@ def assistant(*blocks: Any) -> dict[str, Any]:
     ("fields", "field"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
