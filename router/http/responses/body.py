@@ -24,7 +24,8 @@ UNREAD_ITEMS = (
 )
 """Items about tools that are no functions: no answer of this server has one."""
 _MAX_METADATA = 16
-_Label = Annotated[str, Field(max_length=4096)]
+MAX_LABEL_CHARS = 4096
+_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
 """Text that says nothing to the model and is repeated with several events of a stream."""
 _STATELESS = "nothing is stored here: send the whole conversation in input"
 _UNLIKE_CHAT = ("n", "max_tokens", "use_beam_search", "length_penalty", "early_stopping")

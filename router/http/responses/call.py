@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import InvalidRequest
 from router.http.cache_options import cache_marks
 from router.http.calls import Call, chat_call, renamed
-from router.http.responses.body import LOGPROBS, ResponsesBody, TextOptions
+from router.http.responses.body import LOGPROBS, MAX_LABEL_CHARS, ResponsesBody, TextOptions
 from router.http.responses.items import read_input
 from router.http.schema import ChatBody
 from router.http.strict import check_members, field_path, parse_body
@@ -91,6 +91,10 @@ def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
     if given.get("type") not in ("text", "json_object", "json_schema"):
         raise InvalidRequest("text.format.type must be text, json_object or json_schema", field="text.format")
     check_members(given, _FORMAT, "text.format")
+    for name in ("name", "description"):
+        if len(str(given.get(name) or "")) > MAX_LABEL_CHARS:
+            where = f"text.format.{name}"
+            raise InvalidRequest(f"{where} is longer than {MAX_LABEL_CHARS} characters", field=where)
     schema = given.get("schema")
     if not isinstance(schema, dict) and (schema is not None or given["type"] == "json_schema"):
         raise InvalidRequest("text.format.schema must be a schema", field="text.format.schema")
