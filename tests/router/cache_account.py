@@ -43,6 +43,11 @@ class Ledger:
     pins: dict[str, dict[BlockHash, tuple[float, float]]] = field(default_factory=dict)
     """By tenant and block: until when, and for how long after a use."""
 
+    def pinned(self, now_s: float) -> set[BlockHash]:
+        """Return the blocks that are here and that some tenant has pinned."""
+        lasting = {each for pins in self.pins.values() for each, (until_s, _) in pins.items() if until_s > now_s}
+        return lasting & self.stored
+
     def expected(self, job: Job, given: list[tuple[int, float]], tenant: Tenant, now_s: float) -> Told:
         """Return what a request has to be told, and renew its pins."""
         hashes, num_tokens = list(job.prompt_hashes), len(job.prompt_token_ids)
@@ -113,6 +118,7 @@ class Cluster:
         given = [(draw.randrange(0, len(prompt) + 1), draw.choice(TTLS)) for _ in range(draw.choice((0, 0, 1, 2, 4)))]
         record = self._record(prompt, given, accounts[tenant.name])
         now_s = self.clock.monotonic()
+        pinned = ledger.pinned(now_s)
         expected = ledger.expected(record.job, given, tenant, now_s)
         sink = Collector()
         core.add(engine_request(record.sequence(range(1)), core.executor), sink)
@@ -122,6 +128,8 @@ class Cluster:
         self._deliver(record, sink)
         events = core.report().kv_events
         ledger.stored = (ledger.stored | set(events.stored)) - set(events.removed)
+        own = set(record.job.hashes(record.ledger.output(0)))
+        assert pinned <= ledger.stored or ledger.stored <= pinned | own, "pinned blocks went before others"
         usage = record.usage
         writes = tuple(sorted(((each.ttl_s, each.num_tokens) for each in usage.cache_writes), reverse=True))
         return (usage.num_cached_tokens, writes, usage.num_pinned_tokens, usage.num_refused_pin_tokens), expected
