@@ -20,6 +20,7 @@ from router.http.errors import OPENAI, REQUEST_TIMEOUT, TOO_LARGE, Dialect, Head
 from router.http.json_parts import json_parts
 from router.http.left_out import warning_headers
 from router.record.budget import Holding
+from router.record.sessions import MAX_SESSION_CHARS
 
 JSON: Headers = [(b"content-type", b"application/json")]
 _EVENTS: Headers = [
@@ -89,7 +90,9 @@ class Exchange:
     @property
     def session_name(self) -> str:
         """The session that a header names; empty without one."""
-        return next((value.decode("latin-1") for name, value in self.headers if name == b"x-session-id"), "")
+        return next(
+            (value[:MAX_SESSION_CHARS].decode("latin-1") for name, value in self.headers if name == b"x-session-id"), ""
+        )
 
     async def listen(self) -> None:
         """Receive the body once it is wanted; returns when the client leaves."""

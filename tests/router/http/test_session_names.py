@@ -1,12 +1,15 @@
 """Names of sessions as clients send them: anything is taken or refused by its field, and little of it is kept."""
 
+import asyncio
 import json
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from common.errors import InvalidRequest
 from router.http.anthropic.calls import read_messages_body
+from router.http.exchange import Exchange
 from router.http.generation import read_chat, read_completion
 from router.http.responses.call import read_response
 from router.record.sessions import MAX_SESSION_CHARS
@@ -46,3 +49,18 @@ def test_text_that_streams_repeat_is_refused_by_its_name_when_it_is_very_long(gi
         read_response(json.dumps({"input": "hi", **given}).encode())
     assert caught.value.field == field
     assert len(str(caught.value)) < 1000, "the answer repeats what was refused"
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ([(b"x-session-id", b"\xff\x00" * 30_000), (b"x-session-id", b"other")], "\xff\x00" * (MAX_SESSION_CHARS // 2)),
+        ([(b"x-session-id", b"")], ""),
+        ([], ""),
+    ],
+    ids=range(3),
+)
+async def test_header_of_any_bytes_names_a_session(headers: list[tuple[bytes, bytes]], expected: str) -> None:
+    scope = {"method": "POST", "path": "/v1/chat/completions", "headers": headers}
+    exchange = Exchange(scope, asyncio.Event().wait, AsyncMock(), max_body_bytes=1)  # type: ignore[arg-type]
+    assert exchange.session_name == expected
