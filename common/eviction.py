@@ -60,7 +60,7 @@ class EvictionOrder(Generic[T]):
         self._segments: tuple[OrderedDict[T, int], ...] = tuple(OrderedDict() for _ in EvictionClass)
         self._now = 0
         """Age is counted in evicted blocks that were not brief."""
-        self._ranked = [(self._segments[segment], 1 / max_age) for segment, max_age in sorted(MAX_AGE.items())]
+        self._ranked = [(segment, self._segments[segment], 1 / age) for segment, age in sorted(MAX_AGE.items())]
 
     @property
     def now(self) -> int:
@@ -94,15 +94,14 @@ class EvictionOrder(Generic[T]):
 
     def evict(self) -> T:
         """Take out and return the first block in order. Raises KeyError when there is none."""
-        entries, _value = self._next()
-        if entries is not self._segments[EvictionClass.BRIEF]:
-            self._now += 1
-        return entries.popitem(last=False)[0]
+        segment, _value = self._next()
+        self._now += segment is not EvictionClass.BRIEF
+        return self._segments[segment].popitem(last=False)[0]
 
     def first(self) -> tuple[T, EvictionClass]:
         """Return the block that goes first, and its segment. There is one."""
-        entries, _value = self._next()
-        return next(iter(entries)), EvictionClass(next(i for i, each in enumerate(self._segments) if each is entries))
+        segment, _value = self._next()
+        return next(iter(self._segments[segment])), segment
 
     def least_value(self) -> float:
         """Return the value of the block that goes first; 0 for a brief one, and when there is none.
@@ -128,13 +127,12 @@ class EvictionOrder(Generic[T]):
         for key, put in reversed(self._segments[segment].items()):
             yield key, MAX_AGE[segment] / (self._now + 1 - put)
 
-    def _next(self) -> "tuple[OrderedDict[T, int], float]":
-        """Return the segment whose oldest block goes first, and the value of that block."""
-        oldest = self._segments[EvictionClass.BRIEF]
-        if oldest:
-            return oldest, 0.0
-        most = 0.0
-        for entries, rate in self._ranked:  # ties go to the lower segment: children before parents
+    def _next(self) -> tuple[EvictionClass, float]:
+        """Return the segment whose oldest block goes first, and the value of that block; without any, the brief one."""
+        first, most = EvictionClass.BRIEF, 0.0
+        if self._segments[first]:
+            return first, 0.0
+        for segment, entries, rate in self._ranked:  # ties go to the lower segment: children before parents
             if entries and (outlived := (self._now + 1 - next(iter(entries.values()))) * rate) > most:
-                oldest, most = entries, outlived
-        return oldest, 1 / most if most else 0.0
+                first, most = segment, outlived
+        return first, 1 / most if most else 0.0

@@ -50,7 +50,8 @@ class _Growing(Generic[K]):
 def hot_prefixes(pool: RankedBlocks[K], held: Iterable[K], max_blocks: int) -> list[PrefixChain]:
     """Return the `max_blocks` most valuable blocks, as chains from their roots, the most valuable first.
 
-    `held` are the last reused blocks of requests that run. O(max_blocks + held blocks), for any cache size.
+    `held` are the last reused blocks of requests that run. O(max_blocks + held blocks), and a look at the pages
+    of which it is known when they may be asked for again.
     """
     values: dict[K, float] = {}  # most valuable first, parents before children
     for value, block_id in chain(((MAX_VALUE, block) for block in held), pool.hottest()):

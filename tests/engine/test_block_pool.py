@@ -99,6 +99,15 @@ class PoolMachine(RuleBasedStateMachine):
         copy = replace(holder, tokens=list(holder.tokens), table=list(holder.table), hashes=list(holder.hashes))
         self.holders.append(copy)
 
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def pull_its_beginning(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        num_blocks = data.draw(st.integers(0, holder.num_published))
+        self.pool.acquire(holder.table[:num_blocks])
+        tokens, hashes = holder.tokens[: num_blocks * BLOCK_SIZE], holder.hashes[:num_blocks]
+        self.holders.append(Holder(tokens, holder.table[:num_blocks], KEEP_ALL, num_blocks, hashes, holder.root))
+
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10),
         root=st.sampled_from([ROOT, OTHER]),
@@ -173,6 +182,25 @@ class PoolMachine(RuleBasedStateMachine):
             chain = hash_blocks(tokens, root=self.root_of[block_hash], block_size=BLOCK_SIZE)
             assert chain[-1] == block_hash
             assert len(self.pool.match_prefix(chain)) == len(chain), "a cached block without its parent"
+
+    @invariant()
+    def books_of_free_pages_are_exact(self) -> None:
+        stored = [self.pool.block_of(each) for each in self.pool.snapshot().stored]
+        parents = [self.pool.parent_of(each) for each in stored]
+        assert list(self.pool._num_children) == [parents.count(page) for page in range(NUM_BLOCKS)]  # noqa: SLF001
+        order = self.pool._cached  # noqa: SLF001
+        pinned = self.pool.pins.free if self.pool.pins is not None else {}
+        free = {page for page in stored if not self.pool.ref_count(page) and page not in pinned}
+        assert {page for page in range(NUM_BLOCKS) if page in order} == free
+        assert len(order) == len(free) == len(order._put_s) + len(order._strands)  # noqa: SLF001
+        for page, strand in order._strands.items():  # noqa: SLF001
+            assert page in strand.pages
+            assert strand.is_parked == (order._parked.get(order._last(strand)) is strand)  # noqa: SLF001
+            assert strand.num_pages == sum(each is strand for each in order._strands.values())  # noqa: SLF001
+        for page, strand in order._parked.items():  # noqa: SLF001
+            assert order._strands[page] is strand  # noqa: SLF001
+        for heap in (order._ranked, order._due):  # noqa: SLF001
+            assert len(heap.entries) <= 64 + 3 * NUM_BLOCKS
 
     @invariant()
     def events_add_up_to_the_snapshot(self) -> None:

@@ -33,9 +33,8 @@ class PinMachine(PoolMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = ManualClock()
         self.pins = CachePins(NUM_BLOCKS, self.clock)
-        self.pool = BlockPool(NUM_BLOCKS, pins=self.pins)
+        self.pool = BlockPool(NUM_BLOCKS, pins=self.pins, clock=self.clock)
         self.expected: dict[str, dict[BlockHash, Expected]] = {"a": {}, "b": {}}
 
     @rule(seconds=st.sampled_from([1.0, 7.0, 30.0]))

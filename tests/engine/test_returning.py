@@ -91,7 +91,7 @@ def test_without_knowledge_the_order_is_the_usual_one(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_pages_go_as_a_naive_reference_says(seed: int) -> None:
-    """Chains of one page each: the greatest likeness goes first, of equal ones the run that changed to it first."""
+    """Chains of one page each: the greatest likeness goes first, of equal ones the strand that changed to it first."""
     rng, clock = random.Random(seed), ManualClock()
     order = ReturningOrder(lambda _page: False, clock)
     ends: dict[int, tuple[float, ReturnCurve]] = {}
@@ -125,11 +125,37 @@ def test_shared_beginning_stays_while_another_session_needs_it() -> None:
     kept, kept_pages = _turn(pool, [1, 2, 3])
     pool.expect_return(kept[-1:], SOON)
     ended, ended_pages = _turn(pool, [1, 2, 4])
-    pool.expect_return(ended[-1:], LATER)  # the beginning is in its run now
+    pool.expect_return(ended[-1:], LATER)  # the beginning is in its strand now
     pool.allocate(1)
     assert pool.allocate(1) == [ended_pages[2]]
     assert pool.match_prefix(kept) == kept_pages
     assert pool.allocate(3) == [kept_pages[2], kept_pages[1], kept_pages[0]]
+
+
+def test_beginning_that_others_pulled_outlives_the_session_behind_it() -> None:
+    clock = ManualClock()
+    pool = BlockPool(3, clock=clock)
+    hashes = hash_blocks([1, 2, 3], root=ROOT, block_size=1)
+    table = pool.allocate(3)
+    for i, each in enumerate(hashes):
+        pool.publish(table[i], each, behind=table[i - 1] if i else None)
+    pool.acquire(table[:2])  # a pull, which does not count as reuse
+    pool.release(table)
+    pool.expect_return(hashes[-1:].digests(), SOON)
+    pool.release(table[:2])
+    clock.advance(5.0)
+    assert [pool.allocate(1)[0] for _ in range(3)] == table[::-1]
+
+
+def test_order_without_a_last_page_still_gives_each_page_once() -> None:
+    order = ReturningOrder(lambda _page: True, ManualClock())
+    for page in range(6):
+        order.put(page, EvictionClass.WARM)
+    order.expect([0, 1], SOON)
+    order.expect([2], LATER)
+    assert sorted(order.evict() for _ in range(6)) == list(range(6))
+    with pytest.raises(KeyError):
+        order.evict()
 
 
 def test_session_that_is_in_use_again_is_not_told_to_wait() -> None:
