@@ -4,7 +4,7 @@ import asyncio
 import math
 import os
 import time
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import grpc
@@ -35,7 +35,7 @@ UPDATE_GAP_S = 0.02
 MAX_HEARTBEAT_S = 60.0
 MAX_GRACE_S = 3600.0
 MAX_TRIAL_TOKENS = 64
-MAX_RETURNS = 1024
+MAX_RETURNS = 64
 MAX_CURVE_STEPS = 64
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -195,7 +195,13 @@ def _curve_of(expected: pb.ExpectedReturn) -> ReturnCurve:
         )
     if not all(map(math.isfinite, (*like_s, *ages_s))) or min(like_s) < 0 or list(ages_s) != sorted(ages_s):
         raise InvalidRequest("must be finite, not negative, and ages ascending", field="returns.ages_s")
-    return ReturnCurve(like_s=like_s, ages_s=ages_s)
+    return _shared(ReturnCurve(like_s=like_s, ages_s=ages_s))
+
+
+@lru_cache(maxsize=512)
+def _shared(curve: ReturnCurve) -> ReturnCurve:
+    """Return an equal curve: a router tells few ones, each of many turns, and cached pages keep it."""
+    return curve
 
 
 def _steps_of_last(runtime: WorkerRuntime, window_s: float) -> pb.StepTotals:

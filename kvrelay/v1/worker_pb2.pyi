@@ -1233,7 +1233,7 @@ Global___ForgetBlocksResponse: _TypeAlias = ForgetBlocksResponse  # noqa: Y015
 
 @_typing.final
 class ExpectReturnsRequest(_message.Message):
-    """Turns that have ended, at most 1024."""
+    """Turns that have ended, at most 64."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -15,7 +15,7 @@ from kvrelay.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 1024
+MAX_WAITING = 64
 """Hints for one worker that wait; the oldest go first."""
 
 

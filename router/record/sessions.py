@@ -5,9 +5,10 @@ returned. A session has a name of the client's (`prompt_cache_key`, `X-Session-I
 is the turns that continue one another. Sub-agents are chains of their own, also under their parent's name.
 
 Names and chains are looked up within one tenant alone. They are no authentication: a wrong name makes a forecast worse,
-and nothing else. All tables are bounded; what leaves them counts as not having come back.
+and nothing else. All tables are bounded, each tenant's by itself; what leaves them counts as not having come back.
 """
 
+import hashlib
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -23,11 +24,16 @@ MAX_TENANTS = 512
 """Tenants whose sessions are known, the latest ones."""
 MAX_TURNS = 4096
 """Turns of one tenant that may still come back, the latest ones; and as many names of sessions."""
+MAX_TURNS_OF_ALL = 32 * MAX_TURNS
+"""Turns of all tenants, of which each has an equal share at most, used or not."""
 MAX_WAIT_S = 4 * 3600.0
 """Age at which a turn counts as one that does not come back."""
 _MAX_NEW_BLOCKS = 2048
 """Last blocks of a prompt before which a turn that it continues may end; a turn rarely adds more."""
+_MAX_GIVEN_UP = 16
+"""Turns that one call gives up, at 15 µs each; the next ones wait for the next call."""
 _PACE_WEIGHT = 0.3
+_KEY_BYTES = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +60,8 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Tenant:
-    named: OrderedDict[str, Session] = field(default_factory=OrderedDict)
+    named: OrderedDict[bytes, Session] = field(default_factory=OrderedDict)
+    """By a hash of the name."""
     turns: OrderedDict[BlockHash, _Turn] = field(default_factory=OrderedDict)
     """Turns that may come back, by the last full block of their prompt, in the order of their ends."""
     times: ReturnTimes = field(default_factory=ReturnTimes)
@@ -79,7 +86,7 @@ class Sessions:
     def begin(self, tenant: str, prompt: BlockHashes, *, name: str = "") -> Session:
         """Return the session of a request that begins; the turn that it continues, if any, has come back."""
         of_tenant, now_s = self._of(tenant), self._clock.monotonic()
-        self._give_up(of_tenant, before_s=now_s - MAX_WAIT_S)
+        self._give_up(of_tenant)
         session: Session | None = None
         if of_tenant.turns:
             ends = prompt[max(0, len(prompt) - _MAX_NEW_BLOCKS) :].digests()
@@ -90,9 +97,10 @@ class Sessions:
                 of_tenant.times.note(turn.kind, age_s, turn.num_blocks, has_returned=True)
                 session.note_return(age_s)
         if name:
-            session = of_tenant.named.pop(name, None) or session or Session()
-            of_tenant.named[name] = session
-            if len(of_tenant.named) > MAX_TURNS:
+            key = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=_KEY_BYTES).digest()
+            session = of_tenant.named.pop(key, None) or session or Session()
+            of_tenant.named[key] = session
+            while len(of_tenant.named) > self._max_turns:
                 of_tenant.named.popitem(last=False)
         return session or Session()
 
@@ -105,8 +113,7 @@ class Sessions:
         if (before := of_tenant.turns.pop(prompt[-1], None)) is not None:  # the same prompt, side by side
             self._give_up_turn(of_tenant, before)
         of_tenant.turns[prompt[-1]] = _Turn(session, kind, self._clock.monotonic(), len(prompt))
-        if len(of_tenant.turns) > MAX_TURNS:
-            self._give_up_turn(of_tenant, of_tenant.turns.popitem(last=False)[1])
+        self._give_up(of_tenant)
         return of_tenant.times.curve(kind)
 
     def _of(self, tenant: str) -> _Tenant:
@@ -118,9 +125,17 @@ class Sessions:
         self._tenants.move_to_end(tenant)
         return found
 
-    def _give_up(self, of_tenant: _Tenant, *, before_s: float) -> None:
-        """Count turns that ended before a time as not coming back."""
-        while of_tenant.turns and (turn := next(iter(of_tenant.turns.values()))).ended_s < before_s:
+    @property
+    def _max_turns(self) -> int:
+        return min(MAX_TURNS, MAX_TURNS_OF_ALL // len(self._tenants))
+
+    def _give_up(self, of_tenant: _Tenant) -> None:
+        """Count some of the turns that are too old or too many as not coming back."""
+        before_s = self._clock.monotonic() - MAX_WAIT_S
+        for _ in range(_MAX_GIVEN_UP):
+            turn = next(iter(of_tenant.turns.values()), None)
+            if turn is None or (turn.ended_s >= before_s and len(of_tenant.turns) <= self._max_turns):
+                return
             of_tenant.turns.popitem(last=False)
             self._give_up_turn(of_tenant, turn)
 

@@ -5,7 +5,7 @@ import random
 from common.block_hash import BlockHashes, hash_blocks, hash_root
 from common.return_curve import ReturnCurve
 from router.record import sessions as sessions_module
-from router.record.sessions import MAX_TENANTS, MAX_TURNS, Session, Sessions
+from router.record.sessions import MAX_TENANTS, MAX_TURNS, MAX_TURNS_OF_ALL, Session, Sessions
 from tests.clock import ManualClock
 
 ROOT = hash_root(model_fingerprint="test")
@@ -113,6 +113,42 @@ def test_tables_are_bounded_by_tenant_and_by_the_number_of_tenants() -> None:
         sessions.begin(str(number), _prompt(0, 0))
     assert sessions.num_tenants == MAX_TENANTS
     assert sessions.num_turns("many") == 0
+
+
+def test_tenant_with_many_turns_and_names_displaces_nothing_of_another() -> None:
+    sessions, prompt = Sessions(ManualClock()), _prompt(1, 3)
+    first = sessions.begin("a", prompt, name="mine")
+    sessions.end("a", first, prompt, calls_tool=True)
+    for number in range(MAX_TURNS + 50):
+        other = _prompt(number, 0)
+        sessions.end("b", sessions.begin("b", other, name=str(number)), other, calls_tool=False)
+    assert sessions.begin("a", _prompt(1, 9)) is first
+    assert sessions.begin("a", _prompt(2, 1), name="mine") is first
+
+
+def test_each_of_many_tenants_has_an_equal_share_of_the_turns() -> None:
+    sessions = Sessions(ManualClock())
+    share = MAX_TURNS_OF_ALL // MAX_TENANTS
+    for tenant in range(MAX_TENANTS):
+        sessions.begin(str(tenant), _prompt(0, 0))
+    for number in range(share + 10):
+        prompt = _prompt(number, 0)
+        sessions.end("0", sessions.begin("0", prompt), prompt, calls_tool=True)
+    assert sessions.num_turns("0") == share
+
+
+def test_turns_that_are_too_old_are_given_up_a_few_at_a_time() -> None:
+    clock = ManualClock()
+    sessions = Sessions(clock)
+    for number in range(1000):
+        prompt = _prompt(number, 0)
+        sessions.end("a", sessions.begin("a", prompt), prompt, calls_tool=True)
+    clock.advance(sessions_module.MAX_WAIT_S + 1)
+    sessions.begin("a", _prompt(5000, 0))
+    assert 900 < sessions.num_turns("a") < 1000
+    for _ in range(100):
+        sessions.begin("a", _prompt(5000, 0))
+    assert sessions.num_turns("a") == 0
 
 
 def test_turns_that_never_come_back_are_given_up_and_count() -> None:

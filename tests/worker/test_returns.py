@@ -6,9 +6,11 @@ import pytest
 
 from common.errors import InvalidRequest, KvrelayError
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from router.fleet.return_notes import MAX_WAITING
 from tests.rpc import answer_of
 from tests.trust import as_controller, as_router
 from tests.worker.cluster import running_pool
+from worker.service import MAX_RETURNS
 
 HASH = bytes(16)
 
@@ -47,5 +49,6 @@ async def test_only_routers_hint_and_unknown_blocks_change_nothing() -> None:
             await expect(worker.address, hint, connect=as_controller)
         await expect(worker.address, hint)
         assert await worker.runtime.engine.call(lambda core: core.load().num_running) == 0
-        with pytest.raises(InvalidRequest, match="at most 1024"):
-            await expect(worker.address, *[hint] * 1025)
+        with pytest.raises(InvalidRequest, match=f"at most {MAX_RETURNS}"):
+            await expect(worker.address, *[hint] * (MAX_RETURNS + 1))
+        assert MAX_WAITING <= MAX_RETURNS

@@ -21,6 +21,7 @@ _REQUESTS: Sequence[tuple[str, str, Any]] = (
     ("POST", "/v1/chat/completions", {**_CHAT, "stream": True, "stream_options": {"include_usage": True}}),
     ("POST", "/v1/completions", {"prompt": [1, 2, 3], "n": 2, "stream": True, "logprobs": 2, "max_tokens": 4}),
     ("POST", "/v1/completions", {"prompt": ["a", "b"], "stop": ["e"], "max_tokens": 20, "kvrelay": {"report": True}}),
+    ("POST", "/v1/messages", {**_CHAT, "metadata": {"user_id": "mine"}}),
     ("POST", "/v1/embeddings", {"input": "hello", "encoding_format": "base64", "dimensions": 4}),
     ("POST", "/v1/embeddings", {"input": [[1, 2], [3]], "pooling": "mean", "kvrelay": {"report": True}}),
     ("POST", "/tokenize", {"prompt": "hello"}),
@@ -38,7 +39,7 @@ _VALUES: Sequence[Any] = (
 _KEYS = (
     *("model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias", "stream", "stream_options"),
     *("prompt", "messages", "echo", "logprobs", "top_logprobs", "kvrelay", "priority", "stop_token_ids", "user"),
-    "tools",
+    *("tools", "prompt_cache_key", "metadata", "user_id"),
     *("role", "content", "timeout_s", "report", "include_usage", "return_token_ids", "min_tokens", "what"),
 )
 _HEADERS = (
@@ -53,6 +54,7 @@ _HEADERS = (
     b"authorization: Bearer \xff\xfe",
     b"x: " + b"y" * 9_000,
     b"\xff: \0",
+    b"x-session-id: \xff" + b"y" * 9_000,
 )
 _GAPS_S = (0.0, 0.001, 0.1, 5.0)
 

@@ -1,6 +1,7 @@
 """Requests of routers, supervisors and other workers to a worker."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,8 @@ def hints_of(world: World) -> Hints:
         "max_tokens": (1, 6, 40, 10_000),
         "n": (1, 3, 64),
         "ttl_s": (0.1, 5.0, 3599.0),
+        "like_s": (0.0, 30.0, 1e308, math.nan),
+        "ages_s": (0.0, 60.0, math.inf),
         "time_limit_s": (0.01, 1.0, 600.0),
         "max_bytes": (1, 64, 10_000),
         "grace_s": (0.0, 0.5, 3600.0),
@@ -249,6 +252,14 @@ def _read_ahead(world: World, source: Source) -> Step:
     return _unary(world.prefill, "PrefixService/ReadAhead", [request], world, source)
 
 
+def _expect_returns(world: World, source: Source) -> Step:
+    prompt = hash_blocks(_PROMPTS[1], root=ROOT, block_size=BLOCK_SIZE)
+    hint = worker_pb2.ExpectedReturn(ends=[prompt[-1], prompt[3]], like_s=[1.0, 30.0], ages_s=[60.0])
+    other = worker_pb2.ExpectedReturn(ends=[prompt[1]], like_s=[400.0])
+    request = worker_pb2.ExpectReturnsRequest(returns=[hint, other])
+    return _unary(source.choose(world.workers), "WorkerService/ExpectReturns", [request], world, source)
+
+
 def _ask(method: str, template: Callable[[World], Message]) -> Callable[[World, Source], Step]:
     def make(world: World, source: Source) -> Step:
         return _unary(source.choose(world.workers), method, [template(world)], world, source)
@@ -289,4 +300,5 @@ _MAKERS: Sequence[Callable[[World, Source], Step]] = (
     _ask("WorkerService/DescribeWorker", lambda _: worker_pb2.DescribeWorkerRequest()),
     _ask("KvTransferService/DescribePages", lambda _: kv_transfer_pb2.DescribePagesRequest()),
     _read_ahead,
+    _expect_returns,
 )
