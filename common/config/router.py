@@ -59,6 +59,9 @@ class RouterConfig(Section):
         Need.ROUTERS,
     ] = "predictive"
     """Rule that chooses workers: [see below](#policies)."""
+    retention: Annotated[Literal["sessions", "age"], Need.ROUTERS] = "sessions"
+    """Order in which workers evict what turns of [sessions](#sessions) leave behind. `sessions`: by when they may come
+    back, as routers learn; `age`: as anything else."""
     local_prefill_max_tokens: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], Need.ROUTERS] = "auto"
     """A prompt with at most this many uncached tokens on the decode worker may be prefilled there. `auto`: any prompt
     for which that costs less (`predictive`), at most 32 tokens under the other policies."""

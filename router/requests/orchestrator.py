@@ -98,7 +98,7 @@ class Orchestrator:
         self.calls = CallOutcomes(metrics=metrics, traces=self.traces, demand=self.demand)
         self.recent = RecentRequests(clock)
         self.in_flight = InFlight(clock)
-        self._returns = Returns(fleet, clock)
+        self._returns = Returns(fleet, clock, tells=config.retention == "sessions")
 
     @property
     def num_request_tasks(self) -> int:

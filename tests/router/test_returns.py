@@ -10,7 +10,7 @@ from kvrelay.v1 import worker_pb2
 from router.fleet.return_notes import MAX_WAITING, ReturnNotes
 from router.record.returns import ReturnTimes, TurnKind
 from tests.router.fake_worker import hashes_of, pair
-from tests.router.fakes import Reply, make_request, running_cluster
+from tests.router.fakes import Reply, config_with, make_request, running_cluster
 
 CURVE = ReturnCurve(like_s=(1.0, 30.0), ages_s=(60.0,))
 
@@ -19,17 +19,31 @@ def _note(number: int) -> worker_pb2.ExpectedReturn:
     return worker_pb2.ExpectedReturn(ends=[number.to_bytes(16)], like_s=[1.0])
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[worker_pb2.ExpectedReturn]:
+    """Return the hints for workers, of a router that knows enough to give some."""
+    notes: list[worker_pb2.ExpectedReturn] = []
+    monkeypatch.setattr(ReturnNotes, "put", lambda _notes, note: notes.append(note))
+    monkeypatch.setattr(ReturnTimes, "curve", lambda _times, _kind: CURVE)
+    return notes
+
+
+async def test_workers_are_told_nothing_where_age_alone_decides(told: list[worker_pb2.ExpectedReturn]) -> None:
+    for retention in ("age", "sessions"):
+        async with running_cluster(*pair(), config=config_with(retention=retention)) as cluster:
+            await cluster.read(cluster.inference.Generate(make_request(10)), Reply())
+        assert bool(told) == (retention == "sessions")
+
+
 async def test_workers_that_keep_a_turn_are_told_with_its_end_and_others_of_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    told: list[worker_pb2.ExpectedReturn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[worker_pb2.ExpectedReturn] = []
     kinds: list[TurnKind] = []
 
     def curve(_times: ReturnTimes, kind: TurnKind) -> ReturnCurve:
         kinds.append(kind)
         return CURVE
 
-    monkeypatch.setattr(ReturnNotes, "put", lambda _notes, note: told.append(note))
     monkeypatch.setattr(ReturnTimes, "curve", curve)
     prefill, decode = pair()
     async with running_cluster(prefill, decode) as cluster:
