@@ -148,13 +148,13 @@ class RecordedOptions(_Options):
 
     ramp: Annotated[
         float | None,
-        _recorded("--ramp", min=0, metavar="SECONDS", help="Time in which the first of --concurrency begin."),
+        _recorded("--ramp", min=0, max=1e9, metavar="SECONDS", help="Time in which the first of --concurrency begin."),
     ] = None
     longest: Annotated[
         int | None, _recorded("--longest", min=1, metavar="TOKENS", help="Leave out sessions with a longer prompt.")
     ] = None
     max_pause: Annotated[
-        float | None, _recorded("--max-pause", min=0.001, metavar="SECONDS", help="Longest time of a tool or a person.")
+        float | None, _recorded("--max-pause", min=0, metavar="SECONDS", help="Longest time of a tool or a person.")
     ] = None
     share_tools: Annotated[
         bool | None,

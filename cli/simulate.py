@@ -62,7 +62,8 @@ class SessionOptions:
         str | None, _sessions("--per-hour", metavar="X,Y,…", help="Sessions that begin in an hour, in place of these.")
     ] = None
     ramp: Annotated[
-        float, _sessions("--ramp", min=0, metavar="SECONDS", help="Time in which the first of --sessions begin.")
+        float,
+        _sessions("--ramp", min=0, max=1e9, metavar="SECONDS", help="Time in which the first of --sessions begin."),
     ] = 60.0
     turns: Annotated[int | None, _sessions("--turns", min=1, help="First requests of each session; default: all.")] = (
         None
@@ -85,7 +86,7 @@ class ClusterOptions:
 
     workers: Annotated[str, _cluster("--workers", "-w", metavar="4P4D|8", help="Both pools, or one.")] = "4P4D"
     aggregated: Annotated[bool, _cluster("--aggregated", help="Put as many workers into one pool.")] = False
-    blocks: Annotated[int, _cluster("--blocks", "-b", min=1, help="KV pages of a worker.")] = 3000
+    blocks: Annotated[int, _cluster("--blocks", "-b", min=2, help="KV pages of a worker.")] = 3000
     block_size: Annotated[int, _cluster("--block-size", min=2, metavar="TOKENS", help="Tokens per page.")] = 512
     step_tokens: Annotated[
         int | None,
@@ -213,6 +214,8 @@ def simulate(
 
     replayed, store = _replay(replay, sessions, workers, signals, runs), Store(runs.out)
     workloads = replayed.workloads()
+    if runs.bound and not isinstance(workloads, ReplayedTrace):
+        raise CliError("--bound is for traces: what arrives when depends on the answers of a session")
     experiment = replayed.experiment_of(workloads)
     labels = {load: workloads.label(load) for load in experiment.spec.loads}
     if runs.again:
@@ -221,9 +224,7 @@ def simulate(
     bench = SimulatedBench(experiment.spec, experiment.workloads)
     is_complete = measure_missing(experiment, store, lambda _report: bench, num_jobs=runs.jobs)
     bounds = {}
-    if runs.bound:
-        if not isinstance(workloads, ReplayedTrace):
-            raise CliError("--bound is for traces: what arrives when depends on the answers of a session")
+    if runs.bound and isinstance(workloads, ReplayedTrace):
         with Progress() as report:
             for load, label in labels.items():
                 report(f"bound at speed {label}")
@@ -256,6 +257,7 @@ def _replay(
     from common.config import parse_config
     from measure.experiment.points import LoadUnit
     from measure.experiment.replay import Replay
+    from measure.workload.spec import MAX_PLACES
 
     num_prefill, num_decode = workers.pools()
     pool = {
@@ -277,6 +279,8 @@ def _replay(
         unit = LoadUnit.SESSIONS_PER_HOUR if sessions.per_hour is not None else LoadUnit.SESSIONS
         option = "--sessions" if sessions.per_hour is None else "--per-hour"
         loads = positive_numbers(sessions.per_hour or sessions.sessions or "1", option=option)
+        if unit is LoadUnit.SESSIONS and any(load % 1 or load > MAX_PLACES for load in loads):
+            raise CliError(f"--sessions: {sessions.sessions!r}; say whole numbers up to {MAX_PLACES:,}")
     return Replay(
         trace=replay.trace,
         num_requests=replay.limit,
@@ -303,7 +307,7 @@ def _recorded(replay: ReplayOptions, sessions: SessionOptions) -> "RecordedSpec 
             raise CliError(f"{replay.trace} has no sessions: leave out the options for them, such as --sessions")
         return None
     if (sessions.sessions is None) == (sessions.per_hour is None):
-        raise CliError("give --sessions N, how many sessions run at a time, or --per-hour X, how many begin")
+        raise CliError("give one of --sessions N, how many sessions run at a time, and --per-hour X, how many begin")
     speeds = positive_numbers(replay.speed, option="--speed")
     if len(speeds) > 1:
         raise CliError("--speed divides the pauses of sessions, and is one number; loads are --sessions or --per-hour")

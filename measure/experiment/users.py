@@ -77,7 +77,9 @@ class Users:
             if stream.concurrency is not None:
                 sessions = iter(stream.sessions)
                 for _ in range(stream.concurrency):
-                    wait(self._next_of(sessions, 0.0))
+                    if not (own := self._next_of(sessions, 0.0)):
+                        break
+                    wait(own)
         opened = [stream.sessions for stream in self._workload.streams if stream.concurrency is None]
         for session in heapq.merge(*opened, key=lambda session: session.start_s):
             if not self._may_begin(session.start_s):

@@ -17,6 +17,7 @@ from measure.workload.drawing import Drawing, Sort
 from measure.workload.recorded import Recorded
 from measure.workload.sessions import Segment, Session, Stream, Turn, Workload
 from measure.workload.spec import (
+    MAX_PLACES,
     PrefixSpec,
     RecordedStreamSpec,
     SessionStreamSpec,
@@ -234,8 +235,11 @@ def _speed(spec: WorkloadSpec, sources: list[SessionSource], load: float) -> flo
 def _places(spec: WorkloadSpec, sources: list[SessionSource], sessions: float) -> float:
     """Return the factor on the closed loops' sessions."""
     total = sum(source.concurrency or 0 for source in sources)
-    if not 1 <= sessions < math.inf or not total:
-        raise WorkloadError(f"{spec.name}: cannot have {sessions:g} sessions at a time: say 1 or more, of closed loops")
+    if not 1 <= sessions <= MAX_PLACES or not total:
+        most = f"{MAX_PLACES:,}"
+        raise WorkloadError(
+            f"{spec.name}: cannot have {sessions:g} sessions at a time: say 1 to {most}, of closed loops"
+        )
     return sessions / total
 
 

@@ -38,6 +38,10 @@ class SessionPlay(Generic[_P]):
         self.session = session
         self._cut = cut
         self._waits_for = {index: set(session.waits_for(index)) for index in range(len(session.turns))}
+        self._followers: dict[int, list[int]] = {}
+        for index, waits in self._waits_for.items():
+            for before in waits:
+                self._followers.setdefault(before, []).append(index)
         self._sources = [_source(session, index) for index in range(len(session.turns))]
         self._num_uses = Counter(self._sources)
         self._texts: dict[int | None, tuple[_P, ...]] = {}
@@ -76,7 +80,7 @@ class SessionPlay(Generic[_P]):
         text = (*self._prompts.pop(index), answer)
         if self.is_continued(index):
             self._texts[index] = text
-        waiting = [follower for follower, waits in self._waits_for.items() if index in waits]
+        waiting = self._followers.pop(index, [])
         for follower in waiting:
             self._waits_for[follower].discard(index)
         if self._is_stopped:

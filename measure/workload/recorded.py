@@ -27,7 +27,9 @@ class Recorded:
         self._spec = spec
         self._recorded = chosen_sessions(spec.sessions)
         if not self._recorded:
-            raise WorkloadError(f"{spec.sessions.path}: has no sessions that are short enough")
+            raise WorkloadError(
+                f"{spec.sessions.path}: has no sessions that are short enough; raise longest, or lower skip"
+            )
         self._num_turns = sum(len(session.turns) for session in self._recorded)
 
     def request_rate(self, duration_s: float | None) -> float:
@@ -79,7 +81,8 @@ def _first_turns(session: RecordedSession, num_turns: int | None) -> RecordedSes
 
 
 def _sped_up(turn: Turn, spec: RecordedSpec) -> Turn:
-    return replace(turn, think_s=min(turn.think_s / spec.speed, spec.max_pause_s or math.inf))
+    longest_s = math.inf if spec.max_pause_s is None else spec.max_pause_s
+    return replace(turn, think_s=min(turn.think_s / spec.speed, longest_s))
 
 
 def shrunk_session(session: RecordedSession, factor: int) -> RecordedSession:

@@ -7,26 +7,27 @@
 - Spans of OpenTelemetry, a `.json` file per session, or a folder of them (`measure.workload.span_traces`).
 """
 
-import gzip
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, NonNegativeInt
 
 from measure.workload.session_traces import BLOCK_SIZE, PrefixTree, RecordedRequest, RecordedSession, session_of
 from measure.workload.sessions import Beginning
 from measure.workload.span_traces import requests_of
-from measure.workload.traces import TraceError
+from measure.workload.traces import MAX_SECONDS, MAX_TOKENS, Tokens, TraceError, checked, reading
 
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+_TokensOrNone = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+_MAX_REQUESTS = 1 << 14
+"""Requests of a session: what each has before it takes memory with their square."""
 
 
 class _Request(BaseModel):
     t: _Seconds
-    num_in: PositiveInt = Field(alias="in")
-    out: NonNegativeInt
+    num_in: Tokens = Field(alias="in")
+    out: _TokensOrNone
     api_s: _Seconds | None = Field(default=None, validation_alias=AliasChoices("api_s", "api_time"))
     think_s: _Seconds | None = Field(default=None, validation_alias=AliasChoices("think_s", "think_time"))
     agent: str = ""
@@ -50,17 +51,25 @@ class _SubAgent(BaseModel):
 
 class _HashedSession(BaseModel):
     id: str = ""
-    block_size: PositiveInt = BLOCK_SIZE
-    tool_tokens: NonNegativeInt | None = None
-    system_tokens: NonNegativeInt | None = None
+    block_size: Tokens = BLOCK_SIZE
+    tool_tokens: _TokensOrNone | None = None
+    system_tokens: _TokensOrNone | None = None
     requests: list[Annotated[_Hashed | _SubAgent, Field(discriminator="type")]] = Field(min_length=1)
 
 
 class _PackedSession(BaseModel):
     session: str = ""
-    tool_tokens: NonNegativeInt | None = None
-    system_tokens: NonNegativeInt | None = None
+    tool_tokens: _TokensOrNone | None = None
+    system_tokens: _TokensOrNone | None = None
     requests: list[_Packed] = Field(min_length=1)
+
+
+class _Kind(BaseModel):
+    """What tells the formats of `.json` files apart."""
+
+    requests: Any = None
+    spans: Any = None
+    resources: Any = Field(None, alias="resourceSpans")
 
 
 def is_session_trace(path: Path) -> bool:
@@ -79,41 +88,41 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 def read_sessions(path: Path) -> Iterator[RecordedSession]:
-    """Yield the sessions of a file or folder, in its order. Raises TraceError, OSError."""
-    if path.suffix.lower() in (".jsonl", ".gz"):
-        yield from _packed(path)
-        return
-    files = files_of(path)
-    if not files:
-        raise TraceError(f"{path}: has no .json files")
-    for file in files:
-        yield _session_in(file)
+    """Yield the sessions of a file or folder, in its order. Raises TraceError, also without any, and OSError."""
+    is_packed = path.suffix.lower() in (".jsonl", ".gz") and not path.is_dir()
+    num_found = 0
+    for session in _packed(path) if is_packed else map(_session_in, files_of(path)):
+        num_found += 1
+        yield session
+    if not num_found:
+        raise TraceError(f"{path}: has no {'.json files' if path.is_dir() else 'sessions'}")
 
 
 def _session_in(path: Path) -> RecordedSession:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise TraceError(f"{path}: not JSON: {error}") from None
-    if not isinstance(document, dict) or not {"requests", "spans", "resourceSpans"} & document.keys():
-        raise TraceError(f"{path}: has neither requests of kv-cache-tester nor spans of OpenTelemetry")
-    if "requests" not in document:
-        try:
-            calls = requests_of(document, str(path))
-        except (AttributeError, TypeError) as error:
-            raise TraceError(f"{path}: spans: {error}") from None
-        return session_of(path.stem, calls, tools=None, system=None)
+    with reading(path) as file:
+        text = file.read()
+    kind = checked(_Kind, text, str(path))
+    if kind.requests is None:
+        if kind.spans is None and kind.resources is None:
+            raise TraceError(f"{path}: has neither requests of kv-cache-tester nor spans of OpenTelemetry")
+        return _session(path.stem, requests_of(text, str(path)), str(path), tools=None, system=None)
     read = checked(_HashedSession, text, str(path))
     requests = _flat(read)
     if not requests:
         raise TraceError(f"{path}: requests: has none of its own")
-    return session_of(
-        read.id or path.stem,
-        _with_prefixes(requests, read.block_size),
-        tools=read.tool_tokens,
-        system=read.system_tokens,
-    )
+    found = _with_prefixes(requests, read.block_size)
+    return _session(read.id or path.stem, found, str(path), tools=read.tool_tokens, system=read.system_tokens)
+
+
+def _session(
+    name: str, requests: Sequence[RecordedRequest], where: str, *, tools: int | None, system: int | None
+) -> RecordedSession:
+    if len(requests) > _MAX_REQUESTS:
+        raise TraceError(
+            f"{where}: a session has {len(requests):,} requests; no more than {_MAX_REQUESTS:,} can be played:"
+            " cut it into several"
+        )
+    return session_of(name, requests, tools=tools, system=system)
 
 
 def _flat(read: _HashedSession) -> list[_Hashed]:
@@ -139,14 +148,10 @@ def _with_prefixes(requests: Sequence[_Hashed], block_size: int) -> list[Recorde
 
 
 def _packed(path: Path) -> Iterator[RecordedSession]:
-    is_compressed = path.suffix.lower() == ".gz"
-    with gzip.open(path, "rt", encoding="utf-8") if is_compressed else path.open(encoding="utf-8") as file:
-        try:
-            for line, text in enumerate(file, start=1):
-                if text.strip():
-                    yield _packed_session(text, f"{path}:{line}")
-        except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-            raise TraceError(f"{path}: cannot be read: {error}") from None
+    with reading(path) as file:
+        for line, text in enumerate(file, start=1):
+            if text.strip():
+                yield _packed_session(text, f"{path}:{line}")
 
 
 def _packed_session(text: str, where: str) -> RecordedSession:
@@ -156,8 +161,10 @@ def _packed_session(text: str, where: str) -> RecordedSession:
         j, k = each.like
         if k and j >= index:
             raise TraceError(f"{where}: requests.{index}.like: request {j} is not an earlier one")
+        if k and (k - 1) * BLOCK_SIZE >= min(read.requests[j].num_in, each.num_in):
+            raise TraceError(f"{where}: requests.{index}.like: request {j}, or this one, has fewer than {k} blocks")
         requests.append(_recorded(each, Beginning(j, k * BLOCK_SIZE)))
-    return session_of(read.session or where, requests, tools=read.tool_tokens, system=read.system_tokens)
+    return _session(read.session or where, requests, where, tools=read.tool_tokens, system=read.system_tokens)
 
 
 def _recorded(each: _Request, kept: Beginning) -> RecordedRequest:
@@ -170,12 +177,3 @@ def _recorded(each: _Request, kept: Beginning) -> RecordedRequest:
         kept=kept,
         pause_s=each.think_s,
     )
-
-
-def checked(kind: type[Any], text: str, where: str) -> Any:
-    """Return a model's value of a JSON text. Raises TraceError."""
-    try:
-        return kind.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise TraceError(f"{where}: {'.'.join(map(str, first['loc'])) or 'session'}: {first['msg']}") from None

@@ -34,7 +34,7 @@ class RecordedRequest:
     """A request as a file describes it."""
 
     at_s: float
-    """Time since its session began."""
+    """Time since its session began, or any other moment."""
     end_s: float
     """End of its answer."""
     num_prompt_tokens: int
@@ -125,7 +125,7 @@ def _pause_s(requests: Sequence[RecordedRequest], index: int, after: tuple[int, 
     request = requests[index]
     if request.pause_s is not None and len(after) == 1 and requests[after[0]].agent == request.agent:
         return request.pause_s
-    return max(0.0, request.at_s - max((requests[turn].end_s for turn in after), default=0.0))
+    return max(0.0, request.at_s - max((requests[turn].end_s for turn in after), default=requests[0].at_s))
 
 
 def _beginning(

@@ -14,17 +14,79 @@ import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, NonNegativeInt, model_validator
 
 from measure.workload.session_traces import PrefixTree, RecordedRequest
 from measure.workload.sessions import Beginning
-from measure.workload.traces import TraceError
+from measure.workload.traces import MAX_TOKENS, TraceError, checked
 
 _INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
 _OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
 _MESSAGES = "gen_ai.input.messages"
 _ANSWERS = ("gen_ai.output.text", "gen_ai.output.messages")
 _CHARS_PER_TOKEN = 4
+_MAX_NANOSECONDS = 1 << 63
+
+
+def _attributes(raw: Any) -> Any:
+    """Return attributes by name: a mapping, or OTLP's list of keys and typed values. Raises ValueError."""
+    if not isinstance(raw, list):
+        return raw or {}
+    try:
+        return {each["key"]: next(iter(each["value"].values()), None) for each in raw}
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError('an attribute is not {"key": …, "value": {…}}') from None
+
+
+_Attributes = Annotated[dict[str, Any], BeforeValidator(_attributes)]
+
+
+class _Counts(BaseModel):
+    input: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(None, validation_alias=AliasChoices(*_INPUT))
+    output: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(None, validation_alias=AliasChoices(*_OUTPUT))
+
+
+class _RawSpan(BaseModel):
+    name: str = ""
+    span_id: str = Field("", validation_alias=AliasChoices("span_id", "spanId"))
+    parent: str | None = Field(None, validation_alias=AliasChoices("parent_span_id", "parentSpanId"))
+    start_time: datetime.datetime | None = None
+    end_time: datetime.datetime | None = None
+    start_ns: Annotated[NonNegativeInt, Field(le=_MAX_NANOSECONDS)] | None = Field(None, alias="startTimeUnixNano")
+    end_ns: Annotated[NonNegativeInt, Field(le=_MAX_NANOSECONDS)] | None = Field(None, alias="endTimeUnixNano")
+    attributes: _Attributes = {}
+
+    @model_validator(mode="after")
+    def _has_times(self) -> "_RawSpan":
+        if self.start_time is None and self.start_ns is None:
+            raise ValueError("has neither start_time nor startTimeUnixNano")
+        if self.end_time is None and self.end_ns is None:
+            raise ValueError("has neither end_time nor endTimeUnixNano")
+        if self.end_s < self.start_s:
+            raise ValueError("ends before it starts")
+        return self
+
+    @property
+    def start_s(self) -> float:
+        return _seconds(self.start_time, self.start_ns)
+
+    @property
+    def end_s(self) -> float:
+        return _seconds(self.end_time, self.end_ns)
+
+
+class _Scope(BaseModel):
+    spans: list[_RawSpan] = []
+
+
+class _Resource(BaseModel):
+    scopes: list[_Scope] = Field([], alias="scopeSpans")
+
+
+class _Document(_Scope):
+    resources: list[_Resource] = Field([], alias="resourceSpans")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +99,8 @@ class _Span:
     start_s: float
     end_s: float
     values: Mapping[str, Any]
+    counts: _Counts
+    """Its tokens, where they are recorded."""
 
     @property
     def is_call(self) -> bool:
@@ -53,18 +117,15 @@ class _Span:
             found = None
         return [json.dumps(each, sort_keys=True) for each in found] if isinstance(found, list) else []
 
-    def count(self, names: Sequence[str], num_chars: int) -> int:
-        """Return a number of tokens as recorded, else by the characters; at least 1."""
-        for name in names:
-            value = self.values.get(name)
-            if value is not None and str(value).isdecimal():
-                return max(1, int(value))
-        return max(1, num_chars // _CHARS_PER_TOKEN)
+    @property
+    def answer(self) -> str:
+        """Its answer as one text; empty where it is not recorded."""
+        return str(next(filter(None, map(self.values.get, _ANSWERS)), ""))
 
 
-def requests_of(document: Mapping[str, Any], where: str) -> list[RecordedRequest]:
-    """Return the calls of a session, in order of their starts. Raises TraceError without any."""
-    calls = sorted((span for span in _spans(document, where) if span.is_call), key=lambda span: span.start_s)
+def requests_of(text: str, where: str) -> list[RecordedRequest]:
+    """Return the calls of a session, in order of their starts. Raises TraceError, also without any."""
+    calls = sorted((span for span in _spans(text, where) if span.is_call), key=lambda span: span.start_s)
     if not calls:
         raise TraceError(f"{where}: spans: none is a call of a model")
     prompts = [call.messages() for call in calls]
@@ -73,12 +134,11 @@ def requests_of(document: Mapping[str, Any], where: str) -> list[RecordedRequest
     for index, call in enumerate(calls):
         found = tree.add(prompts[index])
         after = _after(calls, index)
-        num_prompt_tokens = call.count(_INPUT, sum(map(len, prompts[index])))
         request = RecordedRequest(
             at_s=call.start_s - calls[0].start_s,
             end_s=call.end_s - calls[0].start_s,
-            num_prompt_tokens=num_prompt_tokens,
-            num_output_tokens=call.count(_OUTPUT, len(str(next(filter(None, map(call.values.get, _ANSWERS)), "")))),
+            num_prompt_tokens=_tokens(call.counts.input, sum(map(len, prompts[index]))),
+            num_output_tokens=_tokens(call.counts.output, len(call.answer)),
             agent=call.parents[0] if call.parents else "",
             kept=Beginning(0, 0),
             after=after,
@@ -110,55 +170,67 @@ def _continued(requests: Sequence[RecordedRequest], request: RecordedRequest) ->
 def _after(calls: Sequence[_Span], index: int) -> tuple[int, ...]:
     call = calls[index]
     ended = [i for i in range(index) if _may_wait(call, calls[i])]
-    return tuple(i for i in ended if not any(_may_wait(calls[j], calls[i]) for j in reversed(ended)))
+    last_s = max((calls[i].start_s for i in ended), default=0.0)
+
+    def is_waited_for(turn: int) -> bool:
+        """Return whether one of those that had ended waited for it."""
+        return calls[turn].end_s <= last_s and any(
+            _may_wait(calls[later], calls[turn]) for later in reversed(ended) if later > turn
+        )
+
+    return tuple(turn for turn in ended if not is_waited_for(turn))
 
 
 def _may_wait(one: _Span, other: _Span) -> bool:
     """Return whether a call began after the end of another, of its own agent or of one around or within."""
     mine, theirs = one.parents[:1], other.parents[:1]
     is_related = not mine or not theirs or mine[0] in other.parents or theirs[0] in one.parents
-    return is_related and other.end_s <= one.start_s and other is not one
+    return is_related and other.end_s <= one.start_s
 
 
-def _spans(document: Mapping[str, Any], where: str) -> Iterator[_Span]:
-    raw = list(_raw_spans(document))
-    parents = {_text(each, "span_id", "spanId"): _text(each, "parent_span_id", "parentSpanId") for each in raw}
-    for number, each in enumerate(raw):
-        around: list[str] = []
-        parent = _text(each, "parent_span_id", "parentSpanId")
-        while parent and parent not in around:
-            around.append(parent)
-            parent = parents.get(parent, "")
-        try:
-            yield _Span(
-                name=str(each.get("name", "")),
-                parents=tuple(around),
-                start_s=_seconds(each, "start_time", "startTimeUnixNano"),
-                end_s=_seconds(each, "end_time", "endTimeUnixNano"),
-                values=_attributes(each.get("attributes", {})),
-            )
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TraceError(f"{where}: spans.{number}: {error}") from None
+def _tokens(recorded: int | None, num_chars: int) -> int:
+    """Return a number of tokens as recorded, else by the characters; at least 1."""
+    return max(1, num_chars // _CHARS_PER_TOKEN if recorded is None else recorded)
 
 
-def _raw_spans(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    groups = [document]
-    groups += [scope for each in document.get("resourceSpans", ()) for scope in each.get("scopeSpans", ())]
-    yield from (span for group in groups for span in group.get("spans", ()))
+def _spans(text: str, where: str) -> Iterator[_Span]:
+    document = checked(_Document, text, where)
+    groups = {"spans": document.spans} | {
+        f"resourceSpans.{i}.scopeSpans.{j}.spans": scope.spans
+        for i, resource in enumerate(document.resources)
+        for j, scope in enumerate(resource.scopes)
+    }
+    places = {f"{where}: {name}.{number}": span for name, spans in groups.items() for number, span in enumerate(spans)}
+    known: dict[str, str | None] = {}
+    for place, span in places.items():
+        if span.span_id in known:
+            raise TraceError(f"{place}: has the span_id {span.span_id} of an earlier span; a file is one session")
+        if span.span_id:
+            known[span.span_id] = span.parent
+    for place, span in places.items():
+        yield _Span(
+            name=span.name,
+            parents=_around(span.parent, known, place),
+            start_s=span.start_s,
+            end_s=span.end_s,
+            values=span.attributes,
+            counts=checked(_Counts, span.attributes, f"{place}.attributes"),
+        )
 
 
-def _text(span: Mapping[str, Any], *names: str) -> str:
-    return next((str(span[name]) for name in names if span.get(name)), "")
+def _around(parent: str | None, known: Mapping[str, str | None], place: str) -> tuple[str, ...]:
+    """Return the ids of a span's parents, its own first; one that is not in the file is the last."""
+    around: dict[str, None] = {}
+    while parent:
+        if parent in around:
+            raise TraceError(f"{place}: parent_span_id: {parent} is within itself; parents form a tree")
+        around[parent] = None
+        parent = known.get(parent)
+    return tuple(around)
 
 
-def _seconds(span: Mapping[str, Any], iso: str, nanoseconds: str) -> float:
-    if nanoseconds in span:
-        return int(span[nanoseconds]) / 1e9
-    return datetime.datetime.fromisoformat(span[iso]).replace(tzinfo=datetime.UTC).timestamp()
-
-
-def _attributes(raw: Any) -> dict[str, Any]:
-    """Return attributes by name: a mapping, or OTLP's list of keys and typed values."""
-    if isinstance(raw, Mapping):
-        return dict(raw)
-    return {each["key"]: next(iter(each["value"].values()), None) for each in raw}
+def _seconds(time: datetime.datetime | None, nanoseconds: int | None) -> float:
+    if nanoseconds is not None:
+        return nanoseconds / 1e9
+    assert time is not None, "a span has either"
+    return (time if time.tzinfo else time.replace(tzinfo=datetime.UTC)).timestamp()

@@ -34,6 +34,10 @@ _ONE = Distribution("constant", (1.0,))
 _ZERO = Distribution("constant", (0.0,))
 
 
+MAX_PLACES = 1_000_000
+"""Sessions at a time of a closed loop."""
+
+
 class WorkloadError(Exception):
     """A workload cannot be used; the message names file, key and reason."""
 
@@ -109,7 +113,7 @@ class SessionStreamSpec(_Section):
 
     name: Annotated[str, Field(min_length=1)]
     arrivals: ArrivalsSpec | None = None
-    concurrency: Annotated[int, Field(ge=1)] | None = None
+    concurrency: Annotated[int, Field(ge=1, le=MAX_PLACES)] | None = None
     """A closed loop: number of sessions at any time."""
     turns: Count = _ONE
     think_s: Seconds = _ZERO
@@ -169,7 +173,7 @@ class RecordedSpec(_Section):
     """Divisor of all lengths."""
     speed: PositiveFloat = 1.0
     """Divisor of the times that tools and persons take."""
-    max_pause_s: PositiveFloat | None = None
+    max_pause_s: Annotated[float, Field(ge=0)] | None = None
     """Longest of these times, after the division; default: as recorded."""
     skip: Annotated[int, Field(ge=0)] = 0
     """Number of sessions at the beginning that are not replayed."""
@@ -189,7 +193,7 @@ class RecordedStreamSpec(_Section):
     name: Annotated[str, Field(min_length=1)]
     sessions: RecordedSpec
     arrivals: ArrivalsSpec | None = None
-    concurrency: Annotated[int, Field(ge=1)] | None = None
+    concurrency: Annotated[int, Field(ge=1, le=MAX_PLACES)] | None = None
     """A closed loop: number of sessions at any time, until all have been played."""
     ramp_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Time in which the first sessions of a closed loop begin, one after the other."""

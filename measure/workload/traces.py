@@ -12,13 +12,16 @@ end: equal leading ids mean equal leading tokens. Formats:
 
 import csv
 import datetime
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from measure.workload.sessions import Segment
 
@@ -26,6 +29,13 @@ if TYPE_CHECKING:
     from kvrelay.client.traffic import RecordedRequest
 
 MOONCAKE_BLOCK_SIZE = 512
+MAX_TOKENS = 1 << 24
+"""Longest prompt, answer or block of a trace: more is an error of a file."""
+MAX_SECONDS = 1e10
+"""Latest time of a trace; beyond the present in seconds since 1970."""
+
+
+Tokens: TypeAlias = Annotated[int, Field(gt=0, le=MAX_TOKENS)]
 
 
 class TraceError(Exception):
@@ -191,41 +201,61 @@ _Rows: TypeAlias = Iterator[tuple[TraceRequest, int]]
 class _MooncakeRow(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    timestamp: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    timestamp: Annotated[float, Field(ge=0, le=1000 * MAX_SECONDS, allow_inf_nan=False)]
     """Milliseconds."""
-    input_length: PositiveInt
-    output_length: PositiveInt
+    input_length: Tokens
+    output_length: Tokens
     hash_ids: list[NonNegativeInt]
-    block_size: PositiveInt | None = None
+    block_size: Tokens | None = None
 
 
 class _AzureRow(BaseModel):
     TIMESTAMP: datetime.datetime
-    ContextTokens: PositiveInt
-    GeneratedTokens: PositiveInt
+    ContextTokens: Tokens
+    GeneratedTokens: Tokens
 
 
 _Row = TypeVar("_Row", bound=BaseModel)
 
 
-def _checked(kind: type[_Row], raw: object, where: str) -> _Row:
+def checked(kind: type[_Row], raw: object, where: str) -> _Row:
+    """Return the model of a value, or of a JSON text. Raises TraceError."""
     try:
-        return kind.model_validate(raw)
+        return kind.model_validate_json(raw) if isinstance(raw, str) else kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        raise TraceError(f"{where}: {'.'.join(map(str, first['loc'])) or 'row'}: {first['msg']}") from None
+    if first["type"] == "json_invalid":
+        raise TraceError(f"{where}: not JSON: {first['ctx']['error'].replace(' line 1 column', ' column')}")
+    field = ".".join(map(str, first["loc"])) + ": " if first["loc"] else ""
+    found = first["input"]
+    value = f", not {str(found)[:40]!r}" if isinstance(found, str | int | float) else ""
+    raise TraceError(f"{where}: {field}{first['msg'].removeprefix('Value error, ')}{value}")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[IO[str]]:
+    """Open a text, compressed if its name ends in `.gz`. Raises TraceError for faults of it in the block, OSError."""
+    try:
+        with (
+            gzip.open(path, "rt", encoding="utf-8-sig")
+            if path.suffix.lower() == ".gz"
+            else path.open(encoding="utf-8-sig", newline="")
+        ) as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        advice = "copy it again, or leave .gz out of its name if it is not compressed"
+        raise TraceError(f"{path}: cannot be unpacked: {error}; {advice}") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: is not text in UTF-8: {error}") from None
 
 
 def _mooncake(path: Path, block_size: int | None) -> _Rows:
-    with path.open(encoding="utf-8") as file:
+    with reading(path) as file:
         for line, text in enumerate(file, start=1):
             if not text.strip():
                 continue
             where = f"{path}:{line}"
-            try:
-                row = _checked(_MooncakeRow, json.loads(text), where)
-            except ValueError as error:
-                raise TraceError(f"{where}: not JSON: {error}") from None
+            row = checked(_MooncakeRow, text, where)
             block_size = _block_size(row.block_size, block_size, where)
             num_blocks = -(-row.input_length // block_size)
             if len(row.hash_ids) != num_blocks:
@@ -252,14 +282,14 @@ def _block_size(stated: int | None, known: int | None, where: str) -> int:
 def _azure(path: Path, block_size: int | None) -> _Rows:
     next_id = 0
     block_size = block_size or MOONCAKE_BLOCK_SIZE
-    with path.open(encoding="utf-8", newline="") as file:
+    with reading(path) as file:
         rows = csv.DictReader(file)
         missing = [name for name in _AzureRow.model_fields if name not in (rows.fieldnames or ())]
         if missing:
             columns = ", ".join(_AzureRow.model_fields)
             raise TraceError(f"{path}:1: {missing[0]}: no such column; an Azure trace has {columns}")
         for raw in rows:
-            row = _checked(_AzureRow, raw, f"{path}:{rows.line_num}")
+            row = checked(_AzureRow, raw, f"{path}:{rows.line_num}")
             num_blocks = -(-row.ContextTokens // block_size)
             request = TraceRequest(
                 arrival_s=row.TIMESTAMP.replace(tzinfo=datetime.UTC).timestamp(),

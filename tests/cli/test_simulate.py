@@ -93,11 +93,12 @@ def test_simulate_plays_sessions_as_closed_loops_and_says_how_they_went(run: Run
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give --sessions N"),
-        (("--sessions", "1", "--per-hour", "2"), "give --sessions N"),
+        ((), "give one of --sessions N"),
+        (("--sessions", "1", "--per-hour", "2"), "give one of --sessions N"),
         (("--sessions", "1", "-s", "1,2"), "--speed divides the pauses of sessions"),
         (("--sessions", "1", "--bound"), "--bound is for traces"),
         (("--sessions", "1", "--longest", "10"), "short enough"),
+        (("--sessions", "1.5"), "--sessions: '1.5'; say whole numbers"),
     ],
 )
 def test_simulate_refuses_options_that_sessions_do_not_have(

@@ -166,13 +166,32 @@ def test_otlps_own_json_is_read(tmp_path: Path) -> None:
     assert [turn.think_s for turn in session.turns] == [0.0, 3.0]
 
 
+def test_times_of_spans_may_have_offsets(tmp_path: Path) -> None:
+    east = span(0, 0, 2, **tokens(100, 20)) | {"start_time": "2026-02-25T12:00:00+02:00"}
+    session = read(tmp_path, {"spans": [span(1, 5, 6, **tokens(150, 5)), east]})
+    assert lengths(session) == [100, 150]
+    assert [turn.think_s for turn in session.turns] == [0.0, 3.0]
+
+
+def test_calls_at_one_moment_do_not_hide_each_other_from_the_next(tmp_path: Path) -> None:
+    spans = [span(number, at, at, **tokens(100, 5)) for number, at in enumerate((1, 1, 4))]
+    assert [turn.after for turn in read(tmp_path, {"spans": spans}).turns] == [(), (0,), (1,)]
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ([], "has neither requests"),
-        ({"spans": [{"name": "chat x"}]}, "spans.0: 'start_time'"),
+        ([], "Input should be an object"),
+        ({}, "has neither requests"),
+        ({"spans": [span(1, 0, 1) | {"start_time": None}]}, "spans.0: has neither start_time nor startTimeUnixNano"),
+        ({"spans": [span(1, 0, 1) | {"end_time": "soon"}]}, "spans.0.end_time: .*, not 'soon'"),
+        ({"spans": [span(1, 2, 1)]}, "spans.0: ends before it starts"),
         ({"spans": [span(1, 0, 1)]}, "none is a call of a model"),
-        ({"spans": [3]}, "spans: "),
+        ({"spans": [span(1, 0, 1), span(1, 2, 3)]}, "spans.1: has the span_id s1 of an earlier span"),
+        ({"spans": [span(1, 0, 1, parent="s2"), span(2, 0, 1, parent="s1")]}, "spans.0: parent_span_id: s2 is within"),
+        ({"spans": [span(1, 0, 1, **tokens(-5, 1))]}, "spans.0.attributes: gen_ai.usage.input_tokens: .*, not '-5'"),
+        ({"spans": [span(1, 0, 1) | {"attributes": [7]}]}, "spans.0.attributes: an attribute is not"),
+        ({"resourceSpans": [{"scopeSpans": [{"spans": [3]}]}]}, r"resourceSpans.0.scopeSpans.0.spans.0: "),
         ({"requests": [{"t": 0, "type": "x"}]}, "requests.0: Input tag 'x'"),
         ({"requests": [HASHED["requests"][1] | {"requests": []}]}, "has none of its own"),  # type: ignore[index]
     ],

@@ -163,7 +163,13 @@ def test_sessions_are_chosen_and_their_pauses_limited(tmp_path: Path) -> None:
         ('{"requests": []}', "requests: List should have"),
         ('{"requests": [{"t": 0, "in": 5}]}', "requests.0.out: Field required"),
         ('{"requests": [{"t": 0, "in": 5, "out": 1, "like": [3, 1]}]}', "request 3 is not an earlier one"),
-        ('{"requests": [', "Invalid JSON"),
+        (
+            '{"requests": [{"t": 0, "in": 5, "out": 1}, {"t": 1, "in": 9, "out": 1, "like": [0, 2]}]}',
+            "fewer than 2 blocks",
+        ),
+        ('{"requests": [{"t": NaN, "in": 5, "out": 1}]}', "requests.0.t: Input should be a finite number, not 'nan'"),
+        ('{"requests": [{"t": 0, "in": 99999999, "out": 1}]}', "requests.0.in: .* less than or equal to 16777216"),
+        ('{"requests": [', "not JSON"),
     ],
 )
 def test_unusable_lines_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -173,11 +179,38 @@ def test_unusable_lines_are_named(tmp_path: Path, text: str, message: str) -> No
         list(read_sessions(path))
 
 
-def test_broken_archive_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b'{"requests"')[:-6], "cannot be unpacked"),
+        (gzip.compress(b"[1, 2, 3]")[:10] + b"\xff" * 30, "cannot be unpacked"),
+        (b'{"requests"', "leave .gz out of its name"),
+        (gzip.compress(b"\xff\xfe"), "is not text in UTF-8"),
+        (gzip.compress(b"\n"), "has no sessions"),
+    ],
+)
+def test_broken_archive_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "sessions.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"requests"')[:-6])
-    with pytest.raises(TraceError, match="cannot be read"):
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message):
         list(read_sessions(path))
+
+
+def test_session_with_more_requests_than_memory_holds_is_refused(tmp_path: Path) -> None:
+    requests = [{"t": 0, "in": 5, "out": 1}] * 16385
+    with pytest.raises(TraceError, match="16,385 requests; no more than 16,384 can be played"):
+        list(read_sessions(write(tmp_path, {"requests": requests})))
+
+
+def test_session_begins_with_its_first_request_whatever_its_clock_says(tmp_path: Path) -> None:
+    requests = [{"t": t, "in": 500, "out": 1, "api_s": 1.0} for t in (1.7e9, 1.7e9 + 4)]
+    (session,) = read_sessions(write(tmp_path, {"requests": requests}))
+    assert [turn.think_s for turn in session.turns] == [0.0, 3.0]
+
+
+def test_pauses_may_be_left_out(tmp_path: Path) -> None:
+    (only,) = sessions(workload(write(tmp_path, CHAT), sessions={"max_pause_s": 0}, concurrency=1))
+    assert {turn.think_s for turn in only.turns} == {0.0}
 
 
 def test_traces_of_sessions_are_told_from_those_of_requests(tmp_path: Path) -> None:
