@@ -16,6 +16,7 @@ from cluster.planner.plan import PoolSizes
 from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
 from common.errors import Refused, WorkerLost
 from common.ids import RequestId, seeded_ids
+from common.signals import uninterrupted
 from engine.pages.window_pages import num_pages_beside
 from kvrelay.v1 import worker_pb2
 from measure.load.records import PoolSample, RequestRecord, WorkerSample
@@ -49,7 +50,12 @@ def run(
     """
     started_s = time.perf_counter()
     with collecting_rarely(), seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        finished = runner.run(_serve_all(shape, settings, arrivals, progress))
+        try:
+            finished = runner.run(_serve_all(shape, settings, arrivals, progress))
+        except KeyboardInterrupt:
+            with uninterrupted():  # a second one would break off the ends of its tasks, each with a traceback
+                runner.close()
+            raise
     finished.wall_s = time.perf_counter() - started_s
     return finished
 
