@@ -65,9 +65,14 @@ class SessionFigures:
     stretch: Percentiles | None
     """Of complete sessions; None without any, or when idle times are not known."""
     interactivity_p50: float | None
-    """Output tokens per second: half of all sessions reach it. Sessions that are not complete count."""
+    """Output tokens per second that half of the complete sessions reach; None without any."""
     interactivity_p90: float | None
     """What 90 % of them reach."""
+
+    @property
+    def lost_share(self) -> float:
+        """Sessions that were not complete, of all."""
+        return 1 - self.num_complete / self.num_sessions
 
 
 def with_idle_times(requests: Iterable[RequestRecord], idle: Iterable[RequestRecord]) -> tuple[RequestRecord, ...]:
@@ -103,8 +108,8 @@ def session_figures(
     is_known = all(each.stretch is not None for each in complete)
     good = [each for each in complete if each.stretch is not None and each.stretch <= stretch]
     hours = (window.rates_end_s - window.start_s) / 3600
-    rates = np.array([each.interactivity for each in counted])
-    p50, p10 = np.quantile(rates, (0.5, 0.1)).tolist()
+    rates = [each.interactivity for each in complete]
+    p50, p10 = np.quantile(rates, (0.5, 0.1)).tolist() if rates else (None, None)
 
     def per_hour(sessions: Sequence[SessionOutcome]) -> float:
         ended = [each for each in sessions if window.start_s <= each.end_s <= window.rates_end_s]
@@ -152,10 +157,11 @@ def _longest_path(requests: Sequence[RequestRecord]) -> list[RequestRecord]:
     """Return the request that ended last, the one whose answer it waited for last, and so on to the first."""
     ordered = sorted(requests, key=lambda request: request.end_s)
     ends = np.array([request.end_s for request in ordered])
-    path = [ordered[-1]]
+    position = len(ordered) - 1
+    path = [ordered[position]]
     while True:
         ready_s = _ready_s(path[-1])
-        position = int(np.searchsorted(ends, ready_s + _SAME_S)) - 1
-        if position < 0 or ends[position] < ready_s - _SAME_S or ordered[position] is path[-1]:
+        position = int(np.searchsorted(ends[:position], ready_s + _SAME_S)) - 1
+        if position < 0 or ends[position] < ready_s - _SAME_S:
             return path
         path.append(ordered[position])

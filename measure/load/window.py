@@ -64,18 +64,20 @@ def find_window(requests: Sequence[RequestRecord], *, warm_up_s: float | None, c
     """Return the window of a run. Raises NothingMeasured.
 
     By default the window begins after a tenth of the arrivals, at most a minute, and ends where the last session began:
-    later turns meet a system that is emptying. Where most requests are such turns, all of them count.
+    later turns meet a system that is emptying. Where most requests are such turns, it ends when half of the sessions
+    had: a single one that pauses for hours would make any rate small.
     """
     if not requests:
         raise NothingMeasured("no request was sent")
     due = np.array([request.due_s for request in requests])
     last_s = float(due.max())
+    why_end = "the last session began"
     if cool_down_s is None:
         end_s = max((request.due_s for request in requests if request.turn == 0), default=last_s)
         if np.count_nonzero(due <= end_s) < _MIN_COUNTED_SHARE * due.size:
-            end_s = last_s
+            end_s, why_end = max(end_s, min(last_s, _half_ended_s(requests))), "half of the sessions had ended"
     else:
-        end_s = last_s - cool_down_s
+        end_s, why_end = last_s - cool_down_s, "as asked"
     start_s = min(_MAX_WARM_UP_S, _WARM_UP_SHARE * end_s) if warm_up_s is None else warm_up_s
     num_before, num_after = int(np.count_nonzero(due < start_s)), int(np.count_nonzero(due > end_s))
     num_counted = due.size - num_before - num_after
@@ -90,7 +92,7 @@ def find_window(requests: Sequence[RequestRecord], *, warm_up_s: float | None, c
         num_counted=num_counted,
         num_before=num_before,
         num_after=num_after,
-        rule=_rule(warm_up_s, cool_down_s, window=(start_s, end_s), num_after=num_after),
+        rule=_rule(warm_up_s, window=(start_s, end_s), why_end=why_end if num_after or cool_down_s else ""),
     )
 
 
@@ -107,12 +109,24 @@ def _rates_end(requests: Sequence[RequestRecord], start_s: float, end_s: float) 
     return end_s if end_s - start_s >= median_s else max(request.end_s for request in inside)
 
 
-def _rule(warm_up_s: float | None, cool_down_s: float | None, *, window: tuple[float, float], num_after: int) -> str:
+def _half_ended_s(requests: Sequence[RequestRecord]) -> float:
+    """Return the last time at which at least half as many sessions ran as ever did at once."""
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for each in requests:
+        begins[each.session] = min(each.due_s, begins.get(each.session, each.due_s))
+        ends[each.session] = max(each.end_s, ends.get(each.session, each.end_s))
+    ended = np.sort(list(ends.values()))
+    running = np.searchsorted(np.sort(list(begins.values())), ended, "right") - np.arange(ended.size)
+    return float(ended[2 * running >= running.max()].max())
+
+
+def _rule(warm_up_s: float | None, *, window: tuple[float, float], why_end: str) -> str:
     start_s, end_s = window
     why_start = f"a tenth of the arrivals, at most {_MAX_WARM_UP_S:g} s" if warm_up_s is None else "as asked"
     parts = [f"due from {start_s:.1f} s ({why_start})"]
-    if num_after or cool_down_s:
-        parts.append(f"to {end_s:.1f} s ({'the last session began' if cool_down_s is None else 'as asked'})")
+    if why_end:
+        parts.append(f"to {end_s:.1f} s ({why_end})")
     return " ".join(parts)
 
 

@@ -58,7 +58,8 @@ def test_figures_count_good_sessions_by_the_hour_and_speed_that_most_reach() -> 
     assert figures.good_per_hour == 3.0
     assert figures.stretch is not None
     assert figures.stretch.p50 == 6.0
-    assert figures.interactivity_p90 == pytest.approx(10 / 20, rel=0.1)
+    assert figures.lost_share == pytest.approx(1 / 12)
+    assert figures.interactivity_p90 == 10 / 20  # of the eleven that came to their ends
     assert figures.interactivity_p50 is not None
     assert figures.interactivity_p90 is not None
     assert figures.interactivity_p50 > figures.interactivity_p90
@@ -74,6 +75,18 @@ def test_refused_session_is_not_complete_and_unknown_idle_times_have_no_stretch(
     assert figures is not None
     assert (figures.num_complete, figures.num_good, figures.stretch) == (1, None, None)
     assert figures.completion is not None
+    assert (figures.interactivity_p90, figures.lost_share) == (10.0, 0.5)
+
+
+def test_run_without_a_complete_session_has_no_interactivity() -> None:
+    figures = session_figures([ask(0, 0.0, 1.0, of=1, outcome=Outcome.REFUSED, chunk_s=(), chunk_tokens=())], WINDOW)
+    assert figures is not None
+    assert (figures.interactivity_p50, figures.interactivity_p90, figures.completion) == (None, None, None)
+
+
+def test_requests_that_end_within_an_instant_of_each_other_have_a_path() -> None:
+    (outcome,) = session_outcomes([ask(0, 0.0, 1.2e-5), ask(1, 5e-6, 4e-6)])
+    assert outcome.waiting_s == pytest.approx(1.6e-5)
 
 
 def test_single_requests_have_no_figures_of_sessions() -> None:

@@ -47,6 +47,15 @@ def test_window_of_sessions_that_begin_together_holds_all_their_turns() -> None:
     assert (window.start_s, window.end_s, window.num_after) == (0.9, 9.0, 0)
 
 
+def test_window_of_few_sessions_ends_when_half_have_ended() -> None:
+    requests = [make_request(i, session=i % 4, turn=i // 4, due_s=float(i // 4)) for i in range(40)]
+    late = [make_request(40 + i, session=i, turn=10, due_s=1000.0 * (i + 1)) for i in range(3)]
+    window = find_window([*requests, *late], warm_up_s=0.0, cool_down_s=None)
+    assert window.end_s == pytest.approx(2000.1)
+    assert (window.num_counted, window.num_after) == (42, 1)
+    assert "(half of the sessions had ended)" in window.rule
+
+
 def test_window_of_a_burst_counts_all_and_rates_extend_to_the_last_answer() -> None:
     requests = [make_request(i, due_s=0.0, ttft_s=1.0 + i) for i in range(10)]
     window = find_window(requests, warm_up_s=None, cool_down_s=None)
