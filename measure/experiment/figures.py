@@ -12,7 +12,7 @@ from operator import attrgetter, methodcaller
 from common.slo import Slo
 from measure.experiment.analysis import ArmFinding, Findings, Limit, diagnose
 from measure.experiment.curves import Reading
-from measure.experiment.points import Arm, LoadUnit, MeanUnit, Point, Source
+from measure.experiment.points import Arm, LoadUnit, MeanUnit, Point, Source, most_good_sessions
 from measure.figures import ALL
 from measure.load.estimates import Estimate
 from measure.pages.axes import Axis, Scale, Unit
@@ -81,10 +81,14 @@ class Sheet:
         """Axis of the load."""
         is_wide = max(self.loads) > _WIDE * min(self.loads)
         scale = Scale.LOG if is_wide else Scale.LINEAR
-        unit = self.shown[0].finding.curve.readings[0].points[0].load_unit
-        if unit is not LoadUnit.REQUESTS:
-            return Axis(title=f"load{self.whose}, {unit}", scale=scale)
+        if self.load_unit is not LoadUnit.REQUESTS:
+            return Axis(title=f"load{self.whose}, {self.load_unit}", scale=scale)
         return Axis(title=f"load{self.whose}, requests", unit=Unit.RATE, scale=scale)
+
+    @property
+    def load_unit(self) -> LoadUnit:
+        """Unit of the loads."""
+        return self.shown[0].finding.curve.readings[0].points[0].load_unit
 
     @property
     def loads(self) -> Sequence[float]:
@@ -106,6 +110,7 @@ class Sheet:
     def _curve(self, arm: _Shown, pick: Callable[[Reading], Estimate | None], divisor: int) -> Curve:
         readings = arm.finding.curve.readings
         known = [(reading, found.scaled(1 / divisor)) for reading in readings if (found := pick(reading)) is not None]
+        unit = "/s" if self.load_unit is LoadUnit.REQUESTS else f" {self.load_unit}"
         return Curve(
             name=arm.name,
             x=[reading.load / self._divisor(arm) for reading, _ in known],
@@ -116,7 +121,7 @@ class Sheet:
             symbol=_symbol(arm.finding.arm, arm.source),
             dash="solid" if arm.finding.arm.is_split else "dash",
             texts=[
-                f"{reading.load:g}/s in all, {count(len(reading.points), 'run')},"
+                f"{reading.load:g}{unit} in all, {count(len(reading.points), 'run')},"
                 f" {count(sum(point.overall.num_requests for point in reading.points), 'request')}"
                 for reading, _ in known
             ],
@@ -124,6 +129,9 @@ class Sheet:
 
 
 def _chosen(findings: Findings) -> Sequence[ArmFinding]:
+    if any(point.load_unit is not LoadUnit.REQUESTS for point in findings.points):
+        order = [name for name, _ in most_good_sessions(findings.points)]
+        return sorted(findings.arms, key=lambda arm: order.index(arm.arm.name))[:_MAX_ARMS]
     if len(findings.arms) <= _MAX_ARMS:
         return findings.arms
     if len({arm.arm.num_workers for arm in findings.arms}) == 1:
@@ -179,12 +187,14 @@ def worker_panels(sheet: Sheet) -> tuple[Panel, ...]:
 def _goodput_panel(sheet: Sheet) -> Panel:
     rate = Axis(title=f"good requests{sheet.whose}", unit=Unit.RATE, scale=sheet.axis.scale, starts_at_zero=True)
     figure = line_figure(sheet.curves(attrgetter("goodput"), is_rate=True), Frame(x=sheet.axis, y=rate, height=480))
-    ends = compact([min(sheet.loads), max(sheet.loads)])
-    line = {"color": GREY, "width": 1, "dash": "dot"}
-    figure.add_scatter(x=ends, y=ends, mode="lines", name="all of the load", line=line, hoverinfo="skip")
+    is_rate = sheet.load_unit is LoadUnit.REQUESTS
+    if is_rate:
+        ends = compact([min(sheet.loads), max(sheet.loads)])
+        line = {"color": GREY, "width": 1, "dash": "dot"}
+        figure.add_scatter(x=ends, y=ends, mode="lines", name="all of the load", line=line, hoverinfo="skip")
     return Panel(
         title="Goodput",
-        look_for="An arm that serves its load well is on the dotted line.",
+        look_for="An arm that serves its load well is on the dotted line." if is_rate else "",
         content=figure,
         note="Complete requests within both objectives. Bands are 95 % intervals. Filled marks: measured; hollow marks:"
         " simulated.",

@@ -252,6 +252,19 @@ def _worst_share(requests: Sequence[RequestRecord], window: Window, slo: Slo) ->
     return min(num_good[part] / arrived[part] for part in arrived)
 
 
+def num_good_sessions(point: Point) -> int:
+    """Return a point's good sessions; 0 also where that is not known."""
+    return 0 if point.sessions is None else point.sessions.num_good or 0
+
+
+def most_good_sessions(points: Iterable[Point]) -> list[tuple[str, Source]]:
+    """Return the arms' names and sources, those with most good sessions first, else in the order of their points."""
+    good: Counter[tuple[str, Source]] = Counter()
+    for point in points:
+        good[point.arm.name, point.source] += num_good_sessions(point)
+    return [key for key, _ in good.most_common()]
+
+
 def slug(text: str) -> str:
     """Return a name that is fit for a file system; different texts have different names."""
     if re.fullmatch(r"[A-Za-z0-9+_=][A-Za-z0-9.=+_ -]*", text):

@@ -1,19 +1,25 @@
 """Sessions on an experiment's page: interactivity against throughput, and how many sessions went well."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
-from measure.experiment.points import LoadUnit, Point, Source
+from measure.experiment.points import LoadUnit, Point, Source, most_good_sessions, num_good_sessions
 from measure.load.session_figures import SessionFigures
 from measure.load.tables import or_unknown
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Curve, Frame, line_figure
+from measure.pages.figures import Curve, Frame, compact, line_figure
 from measure.pages.page import Panel, Table, Width, table_of
-from measure.pages.theme import colors_of, dash_of, symbol_of
+from measure.pages.theme import LIMIT, colors_of, dash_of, symbol_of
 from measure.pages.wording import duration, number, percent
 
 _Value = Callable[[Point], float | None]
+_MAX_SHOWN = 10
+"""Number of curves that can be told apart."""
+_MANY_LOST = 0.1
+"""Share of lost sessions above which a point is marked: InferenceX takes no run in which more requests fail."""
 
 
 def sessions_of(point: Point) -> SessionFigures:
@@ -30,7 +36,7 @@ def load_text(point: Point) -> str:
 def session_table(points: Sequence[Point]) -> Table:
     """Return a row for each point of sessions; the most good sessions of each load are strong."""
     ordered = sorted(points, key=lambda point: (point.load, point.arm.name))
-    best = {load: max(map(_num_good, own)) for load, own in groupby(ordered, _load)}
+    best = {load: max(map(num_good_sessions, own)) for load, own in groupby(ordered, _load)}
     columns: dict[str, Callable[[Point], str]] = {
         "arm": lambda point: point.arm.name,
         "load": load_text,
@@ -49,43 +55,41 @@ def session_table(points: Sequence[Point]) -> Table:
         "TPOT p50": lambda point: "–" if point.overall.tpot is None else duration(point.overall.tpot.p50),
         "hits": lambda point: or_unknown(point.token_hit, percent),
     }
-    strong = frozenset(row for row, each in enumerate(ordered) if _num_good(each) == best[each.load])
+    strong = frozenset(row for row, each in enumerate(ordered) if num_good_sessions(each) == best[each.load])
     return table_of(ordered, columns, text_columns=frozenset(["load"]), strong_rows=strong)
 
 
 def session_panels(points: Sequence[Point]) -> tuple[Panel, ...]:
     """Return the curve of interactivity and throughput of all arms, their good sessions by load, and a table."""
     limit = sessions_of(points[0]).stretch_limit
-    speed = Axis(title="output tokens per second that 90 % of the sessions reach", starts_at_zero=True)
-    work = Axis(title="output tokens per second and worker", starts_at_zero=True)
     loads = [point.load for point in points]
     scale = Scale.LOG if min(loads) * 8 < max(loads) else Scale.LINEAR
     load = Axis(title=f"load, {points[0].load_unit}", scale=scale)
-    curve = line_figure(
-        _curves(points, _interactivity, attrgetter("tokens_per_s_per_worker")),
-        Frame(x=speed, y=work, height=520),
-    )
+    hidden = len({(point.arm.name, point.source) for point in points}) - _MAX_SHOWN
     panels = [
         Panel(
             title="Interactivity and throughput",
             look_for="Further up and to the right is better: more work of each worker, and faster answers.",
-            content=curve,
-            note="A point is a load. Interactivity is a session's output tokens by the end-to-end times of its"
-            " requests; sessions that are not complete count with what they had.",
+            content=_interactivity_figure(points),
+            note=f"Labels: {points[0].load_unit}. Interactivity is a session's output tokens by the end-to-end times of"
+            " its requests, of sessions that came to their ends."
+            + (f" The legend has {hidden} more arms; click on one to see it." if hidden > 0 else ""),
         )
     ]
-    for title, unit, value in (
-        (f"Good sessions: complete within {limit:g} times the idle server's waiting", Unit.PLAIN, _good_per_hour),
-        ("Stretch, 90th percentile", Unit.PLAIN, lambda point: _percentile(sessions_of(point).stretch, "p90")),
-        ("Waiting, 90th percentile", Unit.SECONDS, lambda point: _percentile(sessions_of(point).waiting, "p90")),
-        ("Sessions that were not complete", Unit.SHARE, _lost_share),
+    for title, look_for, unit, value in (
+        (
+            "Good sessions per hour",
+            f"complete within {limit:g} times an idle server's waiting",
+            Unit.PLAIN,
+            _good_per_hour,
+        ),
+        ("Sessions that were lost", "a request was refused or failed", Unit.SHARE, _lost_share),
+        ("Stretch, 90th percentile", "of complete sessions", Unit.PLAIN, partial(_p90, "stretch")),
+        ("Waiting, 90th percentile", "of complete sessions", Unit.SECONDS, partial(_p90, "waiting")),
     ):
-        suffix = " per hour" if value is _good_per_hour else ""
-        frame = Frame(
-            x=load, y=Axis(title=title + suffix if suffix else "", unit=unit, starts_at_zero=True), height=340
-        )
+        frame = Frame(x=load, y=Axis(unit=unit, starts_at_zero=True), height=340)
         figure = line_figure(_curves(points, lambda point: point.load, value), frame)
-        panels.append(Panel(title=title + suffix, content=figure, width=Width.HALF))
+        panels.append(Panel(title=title, look_for=look_for, content=figure, width=Width.HALF))
     table = Panel(
         title="Sessions",
         content=session_table(points),
@@ -101,10 +105,10 @@ def verdict_of(points: Sequence[Point]) -> tuple[str, ...]:
     found = []
     for _, group in groupby(ordered, _load):
         own = list(group)
-        best = max(own, key=_num_good)
+        best = max(own, key=num_good_sessions)
         if sessions_of(best).num_good is None:
             continue
-        alike = sum(_num_good(point) == _num_good(best) for point in own) - 1
+        alike = sum(num_good_sessions(point) == num_good_sessions(best) for point in own) - 1
         others = f", as do {alike} others" if alike else ""
         figures = sessions_of(best)
         found.append(
@@ -117,8 +121,32 @@ def _load(point: Point) -> float:
     return point.load
 
 
-def _curves(points: Sequence[Point], x: _Value, y: _Value) -> list[Curve]:
-    names = list(dict.fromkeys((point.arm.name, point.source) for point in points))
+def _interactivity_figure(points: Sequence[Point]) -> Any:
+    frame = Frame(
+        x=Axis(title="interactivity: output tokens/s that 90 % of the complete sessions reach", starts_at_zero=True),
+        y=Axis(title="output tokens/s and worker", starts_at_zero=True),
+        height=640,
+    )
+    work = attrgetter("tokens_per_s_per_worker")
+    figure = line_figure(_curves(points, _interactivity, work, are_labelled=True), frame)
+    shown = most_good_sessions(points)[:_MAX_SHOWN]
+    known = [p for p in points if (p.arm.name, p.source) in shown and _interactivity(p) is not None]
+    lost = [point for point in known if _lost_share(point) > _MANY_LOST]
+    if lost:
+        figure.add_scatter(
+            x=compact([_interactivity(point) or 0.0 for point in lost]),
+            y=compact([work(point) for point in lost]),
+            name=f"more than {percent(_MANY_LOST, 0)} of the sessions lost",
+            mode="markers",
+            marker={"symbol": "circle-open", "size": 17, "color": LIMIT, "line": {"width": 2}},
+            hoverinfo="skip",
+        )
+    return figure
+
+
+def _curves(points: Sequence[Point], x: _Value, y: _Value, *, are_labelled: bool = False) -> list[Curve]:
+    """Return a curve for each arm, most good sessions first; only the legend has those after `_MAX_SHOWN`."""
+    names = most_good_sessions(points)
     colors = colors_of(f"{name} {source}" for name, source in names)
     curves = []
     for index, (name, source) in enumerate(names):
@@ -132,7 +160,9 @@ def _curves(points: Sequence[Point], x: _Value, y: _Value) -> list[Curve]:
                 color=colors[f"{name} {source}"],
                 dash=dash_of(index),
                 symbol=symbol_of(index) + ("-open" if source is Source.SIMULATED else ""),
-                texts=[load_text(point) for _, _, point in known],
+                texts=[_load_and_losses(point) for _, _, point in known],
+                labels=[f"{point.load:g}" for _, _, point in known] if are_labelled else (),
+                is_hidden=index >= _MAX_SHOWN,
             )
         )
     return curves
@@ -142,8 +172,9 @@ def _interactivity(point: Point) -> float | None:
     return sessions_of(point).interactivity_p90
 
 
-def _num_good(point: Point) -> int:
-    return sessions_of(point).num_good or 0
+def _load_and_losses(point: Point) -> str:
+    figures = sessions_of(point)
+    return f"{load_text(point)}: {figures.num_complete} of {figures.num_sessions} complete"
 
 
 def _good_per_hour(point: Point) -> float | None:
@@ -151,8 +182,11 @@ def _good_per_hour(point: Point) -> float | None:
 
 
 def _lost_share(point: Point) -> float:
-    figures = sessions_of(point)
-    return 1 - figures.num_complete / figures.num_sessions
+    return sessions_of(point).lost_share
+
+
+def _p90(name: str, point: Point) -> float | None:
+    return _percentile(getattr(sessions_of(point), name), "p90")
 
 
 def _percentile(found: object, name: str) -> float | None:

@@ -39,6 +39,10 @@ class Curve:
     """Bounds of the band; both or neither."""
     texts: Sequence[str] = ()
     """Additional hover text, one per point."""
+    labels: Sequence[str] = ()
+    """Labels beside the points, one each; empty: none."""
+    is_hidden: bool = False
+    """Whether only the legend has it, until it is chosen there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,16 +142,21 @@ def add_curve(figure: Any, curve: Curve, frame: Frame) -> None:
             legendgroup=name,
         )
     marker = {"symbol": curve.symbol, "size": 8} if curve.symbol else None
-    extra = "<br>%{text}" if curve.texts else ""
+    extra = "<br>%{hovertext}" if curve.texts else ""
+    mode = ("lines+markers" if curve.symbol else "lines") + ("+text" if curve.labels else "")
     figure.add_scatter(
         x=compact(curve.x),
         y=compact(curve.y),
         name=name,
         legendgroup=name,
-        mode="lines+markers" if curve.symbol else "lines",
+        mode=mode,
         line={"color": curve.color, "dash": curve.dash, "width": 2, "shape": curve.shape},
         marker=marker,
-        text=[plain(text) for text in curve.texts] or None,
+        text=[plain(text) for text in curve.labels] or None,
+        textposition="top right",
+        textfont={"color": curve.color, "size": 10},
+        hovertext=[plain(text) for text in curve.texts] or None,
+        visible="legendonly" if curve.is_hidden else None,
         hovertemplate=f"<b>{name}</b><br>{frame.x.unit.shows('x')}: {frame.y.unit.shows('y')}{extra}<extra></extra>",
     )
 

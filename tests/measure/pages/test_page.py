@@ -134,7 +134,7 @@ def test_texts_with_tags_stay_texts() -> None:
     assert HOSTILE not in page
     (band, line) = json.loads(checker.scripts["data-0"])["data"]
     assert line["name"] == "&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;"
-    assert "<script>" not in line["hovertemplate"] + line["text"][0]
+    assert "<script>" not in line["hovertemplate"] + line["hovertext"][0]
     assert band["showlegend"] is False
 
 
