@@ -18,8 +18,10 @@ from measure.pages.wording import duration, number, percent
 _Value = Callable[[Point], float | None]
 _MAX_SHOWN = 10
 """Number of curves that can be told apart."""
+_MAX_LABELLED = 3
+"""Number of curves whose points have labels that do not lie on others."""
 _MANY_LOST = 0.1
-"""Share of lost sessions above which a point is marked: InferenceX takes no run in which more requests fail."""
+"""Share of lost sessions above which a point is marked; of requests it is what InferenceX takes at most."""
 
 
 def sessions_of(point: Point) -> SessionFigures:
@@ -89,7 +91,8 @@ def session_panels(points: Sequence[Point]) -> tuple[Panel, ...]:
     ):
         frame = Frame(x=load, y=Axis(unit=unit, starts_at_zero=True), height=340)
         figure = line_figure(_curves(points, lambda point: point.load, value), frame)
-        panels.append(Panel(title=title, look_for=look_for, content=figure, width=Width.HALF))
+        figure.update_layout(showlegend=False, margin={"t": 10})
+        panels.append(Panel(title=title, look_for=f"{look_for}; colours as above", content=figure, width=Width.HALF))
     table = Panel(
         title="Sessions",
         content=session_table(points),
@@ -105,11 +108,11 @@ def verdict_of(points: Sequence[Point]) -> tuple[str, ...]:
     found = []
     for _, group in groupby(ordered, _load):
         own = list(group)
-        best = max(own, key=num_good_sessions)
+        best = max(own, key=lambda point: (num_good_sessions(point), -(_p90("stretch", point) or 0.0)))
         if sessions_of(best).num_good is None:
             continue
         alike = sum(num_good_sessions(point) == num_good_sessions(best) for point in own) - 1
-        others = f", as do {alike} others" if alike else ""
+        others = "" if not alike else ", as does one other" if alike == 1 else f", as do {alike} others"
         figures = sessions_of(best)
         found.append(
             f"At {load_text(best)}, {best.arm.name} serves {figures.num_good} of {figures.num_sessions} well{others}."
@@ -161,7 +164,7 @@ def _curves(points: Sequence[Point], x: _Value, y: _Value, *, are_labelled: bool
                 dash=dash_of(index),
                 symbol=symbol_of(index) + ("-open" if source is Source.SIMULATED else ""),
                 texts=[_load_and_losses(point) for _, _, point in known],
-                labels=[f"{point.load:g}" for _, _, point in known] if are_labelled else (),
+                labels=[f"{point.load:g}" for _, _, point in known] if are_labelled and index < _MAX_LABELLED else (),
                 is_hidden=index >= _MAX_SHOWN,
             )
         )
