@@ -57,7 +57,7 @@ class SessionFigures:
     """Complete sessions within the stretch; None when idle times are not known."""
     stretch_limit: float
     good_per_hour: float | None
-    """Sessions that ended well in the window, per hour of it; None when idle times are not known."""
+    """Sessions that ended well in the window, whenever they began, per hour; None when idle times are not known."""
     complete_per_hour: float
     completion: Percentiles | None
     """Seconds from begin to end of complete sessions, think and tool times included."""
@@ -105,23 +105,22 @@ def session_figures(
     if not counted:
         return None
     complete = [each for each in counted if each.is_complete]
-    is_known = all(each.stretch is not None for each in complete)
-    good = [each for each in complete if each.stretch is not None and each.stretch <= stretch]
-    hours = (window.rates_end_s - window.start_s) / 3600
+    ended = [each for each in outcomes if each.is_complete and window.start_s <= each.end_s <= window.rates_end_s]
+    is_known = all(each.stretch is not None for each in (*complete, *ended))
+    per_hour = 3600 / window.duration_s if window.duration_s > 0 else 0.0
     rates = [each.interactivity for each in complete]
     p50, p10 = np.quantile(rates, (0.5, 0.1)).tolist() if rates else (None, None)
 
-    def per_hour(sessions: Sequence[SessionOutcome]) -> float:
-        ended = [each for each in sessions if window.start_s <= each.end_s <= window.rates_end_s]
-        return len(ended) / hours if hours > 0 else 0.0
+    def num_good(sessions: Sequence[SessionOutcome]) -> int:
+        return sum(each.stretch is not None and each.stretch <= stretch for each in sessions)
 
     return SessionFigures(
         num_sessions=len(counted),
         num_complete=len(complete),
-        num_good=len(good) if is_known else None,
+        num_good=num_good(complete) if is_known else None,
         stretch_limit=stretch,
-        good_per_hour=per_hour(good) if is_known else None,
-        complete_per_hour=per_hour(complete),
+        good_per_hour=num_good(ended) * per_hour if is_known else None,
+        complete_per_hour=len(ended) * per_hour,
         completion=percentiles(each.end_s - each.begin_s for each in complete),
         waiting=percentiles(each.waiting_s for each in complete),
         stretch=percentiles(each.stretch for each in complete),

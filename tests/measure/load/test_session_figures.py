@@ -78,6 +78,13 @@ def test_refused_session_is_not_complete_and_unknown_idle_times_have_no_stretch(
     assert (figures.interactivity_p90, figures.lost_share) == (10.0, 0.5)
 
 
+def test_sessions_that_end_in_the_window_count_by_the_hour_whenever_they_began() -> None:
+    late = Window(start_s=1.0, end_s=1801.0, rates_end_s=1801.0, num_counted=1, num_before=1, num_after=0, rule="all")
+    figures = session_figures([ask(0, 0.0, 2.0, of=1), ask(0, 2.0, 2.0, of=1, session=1)], late)
+    assert figures is not None
+    assert (figures.num_sessions, figures.good_per_hour, figures.complete_per_hour) == (1, 4.0, 4.0)
+
+
 def test_run_without_a_complete_session_has_no_interactivity() -> None:
     figures = session_figures([ask(0, 0.0, 1.0, of=1, outcome=Outcome.REFUSED, chunk_s=(), chunk_tokens=())], WINDOW)
     assert figures is not None
