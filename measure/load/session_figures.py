@@ -49,7 +49,7 @@ class SessionOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFigures:
-    """Figures of the sessions that began in a window."""
+    """Figures of the sessions that ran in a window, and began before its end."""
 
     num_sessions: int
     num_complete: int
@@ -99,9 +99,9 @@ def session_outcomes(requests: Iterable[RequestRecord]) -> list[SessionOutcome]:
 def session_figures(
     requests: Sequence[RequestRecord], window: Window, *, stretch: float = STRETCH
 ) -> SessionFigures | None:
-    """Return the figures of the sessions that began in a window, under a stretch; None without any."""
+    """Return the figures of the sessions that ran in a window, under a stretch; None without any."""
     outcomes = session_outcomes(requests)
-    counted = [each for each in outcomes if window.start_s <= each.begin_s <= window.end_s]
+    counted = [each for each in outcomes if each.begin_s <= window.end_s and each.end_s >= window.start_s]
     if not counted:
         return None
     complete = [each for each in counted if each.is_complete]

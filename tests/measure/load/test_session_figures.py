@@ -51,6 +51,7 @@ def test_figures_count_good_sessions_by_the_hour_and_speed_that_most_reach() -> 
         *(ask(0, 10.0 * n, 2.0 * (1 + n), session=n, of=1) for n in range(11)),
         ask(0, 4000.0, 2.0, session=20, of=1),  # begins after the window
         ask(0, 200.0, 1.0, session=21, of=2),  # ended early
+        ask(0, -9.0, 2.0, session=22, of=1),  # was over before
     ]
     figures = session_figures(requests, WINDOW, stretch=3.0)
     assert figures is not None
@@ -82,7 +83,7 @@ def test_sessions_that_end_in_the_window_count_by_the_hour_whenever_they_began()
     late = Window(start_s=1.0, end_s=1801.0, rates_end_s=1801.0, num_counted=1, num_before=1, num_after=0, rule="all")
     figures = session_figures([ask(0, 0.0, 2.0, of=1), ask(0, 2.0, 2.0, of=1, session=1)], late)
     assert figures is not None
-    assert (figures.num_sessions, figures.good_per_hour, figures.complete_per_hour) == (1, 4.0, 4.0)
+    assert (figures.num_sessions, figures.good_per_hour, figures.complete_per_hour) == (2, 4.0, 4.0)
 
 
 def test_run_without_a_complete_session_has_no_interactivity() -> None:
