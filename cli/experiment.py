@@ -138,13 +138,18 @@ def _bench(prepared: "Experiment[Workloads]", store: "Store", report: "Report") 
 
 
 def _show(store: "Store") -> None:
+    from measure.experiment.points import LoadUnit
     from measure.experiment.report import findings_of, write_report
+    from measure.experiment.session_page import session_table
     from measure.experiment.tables import arms_table, loads_table
+    from measure.load.tables import terminal_table
 
     findings = findings_of(store)
     for each in findings:
         print_wide(loads_table(each))
-        print_wide(arms_table(each))
+        points = list(each.points)
+        of_sessions = [point for point in points if point.load_unit is not LoadUnit.REQUESTS and point.sessions]
+        print_wide(terminal_table(session_table(of_sessions)) if of_sessions else arms_table(each))
     for failure in store.failures():
         err.print(f"not measured: {failure}", soft_wrap=True)
     if findings:

@@ -110,7 +110,6 @@ class Sheet:
     def _curve(self, arm: _Shown, pick: Callable[[Reading], Estimate | None], divisor: int) -> Curve:
         readings = arm.finding.curve.readings
         known = [(reading, found.scaled(1 / divisor)) for reading in readings if (found := pick(reading)) is not None]
-        unit = "/s" if self.load_unit is LoadUnit.REQUESTS else f" {self.load_unit}"
         return Curve(
             name=arm.name,
             x=[reading.load / self._divisor(arm) for reading, _ in known],
@@ -121,7 +120,7 @@ class Sheet:
             symbol=_symbol(arm.finding.arm, arm.source),
             dash="solid" if arm.finding.arm.is_split else "dash",
             texts=[
-                f"{reading.load:g}{unit} in all, {count(len(reading.points), 'run')},"
+                f"{reading.points[0].load_text} in all, {count(len(reading.points), 'run')},"
                 f" {count(sum(point.overall.num_requests for point in reading.points), 'request')}"
                 for reading, _ in known
             ],

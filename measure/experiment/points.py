@@ -178,6 +178,11 @@ class Point:
         return self.overall.num_good / self.duration_s if self.duration_s else 0.0
 
     @property
+    def load_text(self) -> str:
+        """Load with its unit."""
+        return f"{self.load:g}" + ("/s" if self.load_unit is LoadUnit.REQUESTS else f" {self.load_unit}")
+
+    @property
     def tokens_per_s_per_worker(self) -> float:
         """Output tokens per second and worker of either kind."""
         return self.output_tokens_per_s / max(1, self.arm.num_workers)

@@ -30,18 +30,13 @@ def sessions_of(point: Point) -> SessionFigures:
     return point.sessions
 
 
-def load_text(point: Point) -> str:
-    """Return a point's load with its unit."""
-    return f"{point.load:g} {point.load_unit}"
-
-
 def session_table(points: Sequence[Point]) -> Table:
     """Return a row for each point of sessions; the most good sessions of each load are strong."""
     ordered = sorted(points, key=lambda point: (point.load, point.arm.name))
     best = {load: max(map(num_good_sessions, own)) for load, own in groupby(ordered, _load)}
     columns: dict[str, Callable[[Point], str]] = {
         "arm": lambda point: point.arm.name,
-        "load": load_text,
+        "load": lambda point: point.load_text,
         "sessions": lambda point: f"{sessions_of(point).num_complete} of {sessions_of(point).num_sessions}",
         "good": lambda point: or_unknown(sessions_of(point).num_good, str),
         "good/h": lambda point: or_unknown(sessions_of(point).good_per_hour, number),
@@ -115,7 +110,7 @@ def verdict_of(points: Sequence[Point]) -> tuple[str, ...]:
         others = "" if not alike else ", as does one other" if alike == 1 else f", as do {alike} others"
         figures = sessions_of(best)
         found.append(
-            f"At {load_text(best)}, {best.arm.name} serves {figures.num_good} of {figures.num_sessions} well{others}."
+            f"At {best.load_text}, {best.arm.name} serves {figures.num_good} of {figures.num_sessions} well{others}."
         )
     return tuple(found)
 
@@ -177,7 +172,7 @@ def _interactivity(point: Point) -> float | None:
 
 def _load_and_losses(point: Point) -> str:
     figures = sessions_of(point)
-    return f"{load_text(point)}: {figures.num_complete} of {figures.num_sessions} complete"
+    return f"{point.load_text}: {figures.num_complete} of {figures.num_sessions} complete"
 
 
 def _good_per_hour(point: Point) -> float | None:

@@ -25,7 +25,7 @@ def loads_table(findings: Findings) -> TerminalTable:
     """Return a row for each arm and load: means of the repeats, percentiles with their range."""
     columns: dict[str, Callable[[Reading], str]] = {
         f"{findings.source} arm": lambda reading: reading.points[0].arm.name,
-        "load /s": lambda reading: f"{reading.load:g}",
+        "load": lambda reading: reading.points[0].load_text,
         "runs": lambda reading: str(len(reading.points)),
         "good": lambda reading: f"{reading.good_share.value:.1%}",
         "good /s": lambda reading: f"{reading.mean_of(attrgetter('goodput_per_s')):.2f}",
@@ -68,7 +68,7 @@ def runs_panel(findings: Iterable[Findings], store: Store) -> Panel:
     columns: dict[str, Callable[[Point], str]] = {
         "arm": lambda point: point.arm.name,
         "source": lambda point: point.source.value,
-        "load /s": lambda point: f"{point.load:g}",
+        "load": lambda point: point.load_text,
         "run": lambda point: str(point.repeat + 1),
         "requests": lambda point: f"{point.overall.num_requests:,}",
         "good": lambda point: percent(point.overall.good_share),
