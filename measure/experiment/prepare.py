@@ -126,7 +126,9 @@ class Workloads:
             if self.load_unit is LoadUnit.SESSIONS:
                 return build_workload(spec, sessions=load, seed=seed)
             return build_workload(spec, load=load, seed=seed)
-        except (WorkloadError, TraceError, OSError) as error:
+        except OSError as error:
+            raise ExperimentError(f"workload: {error.filename}: {error.strerror}") from None
+        except (WorkloadError, TraceError) as error:
             raise ExperimentError(f"workload: {error}") from None
 
 

@@ -174,7 +174,7 @@ class SimulatedArm(_Section):
 class TierSpec(_Section):
     """A tier of each simulated worker."""
 
-    gib: PositiveFloat | None = None
+    gib: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Its size in GiB."""
     num_blocks: Annotated[int, Field(ge=1)] | None = None
     """Its size in blocks, in place of `gib`."""

@@ -36,6 +36,7 @@ class RunWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._requests: TextIO
+        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if any((folder / name).exists() for name in (RUN_FILE, REQUESTS_FILE)):
@@ -78,8 +79,9 @@ class RunWriter:
             return
         for name in (REQUESTS_FILE, SAMPLES_FILE):
             (self._folder / name).unlink()
-        with contextlib.suppress(OSError):  # the folder holds other files
-            self._folder.rmdir()
+        with contextlib.suppress(OSError):  # a folder holds other files
+            for folder in self._made or [self._folder]:
+                folder.rmdir()
 
     def __enter__(self) -> Self:
         return self

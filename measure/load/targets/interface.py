@@ -140,7 +140,11 @@ def make_target(spec: TargetSpec) -> Target:
     if separator and scheme.removeprefix("anthropic+") in ("http", "https"):
         from measure.load.targets.openai import OpenAiTarget
 
-        if not urlsplit(spec.url).hostname:
+        try:
+            host, _port = urlsplit(spec.url).hostname, urlsplit(spec.url).port
+        except ValueError as error:
+            raise InvalidRequest(f"target {spec.url!r} is no URL: {error}", field="target") from None
+        if not host:
             raise InvalidRequest(f"target {spec.url!r} has no host", field="target")
         if not is_anthropic:
             return OpenAiTarget(spec)

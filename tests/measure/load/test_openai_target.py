@@ -278,7 +278,9 @@ async def test_sample_of_our_router_has_its_queue() -> None:
     assert sample is not None and (sample.num_queued, sample.workers) == (4, ())
 
 
-@pytest.mark.parametrize("url", ["localhost", "host:99999", "grpc://host", "ftp://host:1", "http:///v1", ":80"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999/v1", "localhost", "host:99999", "grpc://host", "ftp://host:1", "http:///v1", ":80"]
+)
 def test_make_target_refuses_bad_addresses(url: str) -> None:
     with pytest.raises(InvalidRequest, match="target"):
         make_target(TargetSpec(url=url))

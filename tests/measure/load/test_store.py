@@ -48,6 +48,12 @@ def test_run_without_its_end_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
+def test_run_without_a_request_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "bench-results" / "run") as writer:
+        writer.discard_if_empty()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_folder_with_results_is_not_overwritten(tmp_path: Path) -> None:
     write_run(RUN, tmp_path)
     with pytest.raises(StoreError, match="holds the results of another run"):
