@@ -29,7 +29,7 @@ CASES = {
         f"decode {count} at {context}": {"num_seqs": count, "num_tokens": 1, "context": context}
         for count, context in ((16, 500), (1, 8000))
     },
-    **{f"prefill {count}": {"num_seqs": 1, "num_tokens": count, "context": 0} for count in (64, 512, 1024)},
+    **{f"prefill {count}": {"num_seqs": 1, "num_tokens": count, "context": 0} for count in (64, 512, 1024, 8192)},
 }
 REPEATS = {"decode 1": 5, "decode 8": 5, "decode 32": 3, "prefill 64": 3, "prefill 512": 2, "prefill 1024": 2}
 BLOCK_SIZE, NUM_BLOCKS = 16, 520

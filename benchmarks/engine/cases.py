@@ -74,6 +74,7 @@ CASES = (
     Case(name="decode 1 at 8k", rate=Rate.DECODE, num_requests=1, prompt_tokens=8128, output_tokens=32),
     Case(name="prefill 1x1024", rate=Rate.PREFILL, num_requests=1, prompt_tokens=1024, output_tokens=1),
     Case(name="prefill 8x1024", rate=Rate.PREFILL, num_requests=8, prompt_tokens=1024, output_tokens=1),
+    Case(name="prefill 1 of 8k", rate=Rate.PREFILL, num_requests=1, prompt_tokens=8128, output_tokens=1),
     Case(name="mixed 16", rate=Rate.MIXED, num_requests=16, prompt_tokens=256, output_tokens=64),
 )
 

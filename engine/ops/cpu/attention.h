@@ -83,21 +83,25 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
 inline std::vector<Item> cut(const Step& step, Window window, int64_t& num_splits) {
     std::vector<Item> items;
     num_splits = 0;
-    int64_t tokens_per_tile = std::max<int64_t>(1, kTileRows / step.group()), num_whole = 0;
+    int64_t num_whole = 0, chunk_rows = 0;
     auto first_split = [&](int64_t context) { return window.first_visible(context - 1) / kSplitKeys * kSplitKeys; };
     auto num_new = [&](int64_t seq) { return step.query_start_loc[seq + 1] - step.query_start_loc[seq]; };
     for (int64_t seq = 0; seq < step.num_seqs; seq++) {
         int64_t context = step.context_lens[seq];
         num_whole += num_new(seq) > 1 ? 1 : (context - first_split(context) + kSplitKeys - 1) / kSplitKeys;
+        chunk_rows += num_new(seq) > 1 ? num_new(seq) * step.num_heads : 0;
     }
+    int64_t rows_per_item = std::clamp(
+        chunk_rows / (kItemsPerThread * omp_get_max_threads()), kLeastTileRows, most_tile_rows());
+    int64_t tokens_per_item = std::max<int64_t>(1, rows_per_item / step.group());
     // All heads of a key lie side by side, and memory likes to be read in order; but every thread needs an item.
     int64_t heads_per_item = num_whole >= 2 * omp_get_max_threads() ? step.num_kv_heads : 1;
     for (int64_t seq = 0; seq < step.num_seqs; seq++) {
         int64_t context = step.context_lens[seq];
         if (num_new(seq) > 1) {  // the last rows see the most keys: the longest items come first
-            for (int64_t end = num_new(seq); end > 0; end -= tokens_per_tile)
+            for (int64_t end = num_new(seq); end > 0; end -= tokens_per_item)
                 for (int64_t head = 0; head < step.num_kv_heads; head++)
-                    items.push_back({seq, head, 1, std::max<int64_t>(0, end - tokens_per_tile), end, -1});
+                    items.push_back({seq, head, 1, std::max<int64_t>(0, end - tokens_per_item), end, -1});
             continue;
         }
         for (int64_t head = 0; head < step.num_kv_heads; head += heads_per_item)

@@ -8,7 +8,11 @@
 
 namespace kvrelay {
 
-constexpr int64_t kTileRows = 96;  // query rows of a chunk's item
+// Query rows of a chunk's item. Each item packs all keys and values that it sees: the more rows, the less of that. But
+// more than 192 leave the first cache, which costs products in vectors a percent, and packs little beside them.
+constexpr int64_t kLeastTileRows = 96;
+inline int64_t most_tile_rows() { return has_tiles() ? 384 : 192; }
+constexpr int64_t kItemsPerThread = 8;  // items of a chunk, unless that makes them too large or too small
 
 // Where a matrix begins, and how many elements its rows, or its panels, are apart.
 template <typename T>
@@ -20,34 +24,60 @@ struct Strided {
 // C [rows][columns] (= or +=) A [rows][depth] * packed panels; float32 result. depth and columns are multiples of 32.
 enum class Into { kStore, kAdd };
 #if defined(KVRELAY_TILES)
-// In tile registers: `padded_rows` of C are written, whatever A has there.
+// In tile registers: `padded_rows` of C are written, whatever A has there. Two tiles of rows at a time, if there are two.
+template <Into into, int kTiles>
+inline void multiply_rows(const bf16* a, int64_t a_stride, int64_t depth, const bf16* panel, float* c, int64_t c_stride) {
+    constexpr int64_t kPanelStride = 2 * kPanel * sizeof(bf16);
+    int64_t a_bytes = a_stride * sizeof(bf16), c_bytes = c_stride * sizeof(float);
+    float* below = c + kTiledRows * c_stride;
+    if constexpr (into == Into::kAdd) {
+        _tile_loadd(0, c, c_bytes);
+        _tile_loadd(1, c + kLanes, c_bytes);
+        if constexpr (kTiles == 2) {
+            _tile_loadd(2, below, c_bytes);
+            _tile_loadd(3, below + kLanes, c_bytes);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (kTiles == 2) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    }
+    for (int64_t k = 0; k < depth; k += kRunDepths) {
+        _tile_loadd(4, a + k, a_bytes);
+        _tile_loadd(6, panel + k * kPanel, kPanelStride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, panel + k * kPanel + 2 * kLanes, kPanelStride);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (kTiles == 2) {
+            _tile_loadd(5, a + kTiledRows * a_stride + k, a_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, c, c_bytes);
+    _tile_stored(1, c + kLanes, c_bytes);
+    if constexpr (kTiles == 2) {
+        _tile_stored(2, below, c_bytes);
+        _tile_stored(3, below + kLanes, c_bytes);
+    }
+}
 template <Into into>
 inline void multiply_in_registers(Strided<const bf16> a, int64_t rows, int64_t depth, Strided<const bf16> packed,
                                   int64_t columns, Strided<float> c) {
     asm volatile("" ::: "memory");  // tiles are loaded and stored behind the compiler's back
-    constexpr int64_t kPanelStride = 2 * kPanel * sizeof(bf16);
-    int64_t a_stride = a.stride * sizeof(bf16), c_stride = c.stride * sizeof(float);
-    for (int64_t column = 0; column < columns; column += kPanel, packed.at += packed.stride)
-        for (int64_t row = 0; row < rows; row += kTiledRows) {
-            float* to = c.at + row * c.stride + column;
-            if (into == Into::kAdd) {
-                _tile_loadd(0, to, c_stride);
-                _tile_loadd(1, to + kLanes, c_stride);
-            } else {
-                _tile_zero(0);
-                _tile_zero(1);
-            }
-            for (int64_t k = 0; k < depth; k += kRunDepths) {
-                const bf16* panel = packed.at + k * kPanel;
-                _tile_loadd(4, a.at + row * a.stride + k, a_stride);
-                _tile_loadd(6, panel, kPanelStride);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, panel + 2 * kLanes, kPanelStride);
-                _tile_dpbf16ps(1, 4, 7);
-            }
-            _tile_stored(0, to, c_stride);
-            _tile_stored(1, to + kLanes, c_stride);
+    for (int64_t column = 0; column < columns; column += kPanel, packed.at += packed.stride) {
+        const bf16* from = a.at;
+        float* to = c.at + column;
+        int64_t left = rows;
+        for (; left > kTiledRows; left -= 2 * kTiledRows) {
+            multiply_rows<into, 2>(from, a.stride, depth, packed.at, to, c.stride);
+            from += 2 * kTiledRows * a.stride, to += 2 * kTiledRows * c.stride;
         }
+        if (left > 0) multiply_rows<into, 1>(from, a.stride, depth, packed.at, to, c.stride);
+    }
     asm volatile("" ::: "memory");
 }
 #endif
@@ -86,18 +116,24 @@ inline void hide(float* row, int64_t first_key, int64_t position, Window window)
 inline int64_t multiplied_keys(int64_t count) { return std::min(kTileKeys, (count + kPanel - 1) / kPanel * kPanel); }
 
 // Add `keys` packed keys, the first of which is `at`, to what `rows` query rows have summed, from row `own` of `partial`
-// on. Query row r is at position first + r / group.
+// on. Query row r is at position first + r / group. Rows that see none of the keys are passed over, as many whole tiles
+// of them as there are at either end.
 template <typename T>
 inline void add_tile(const Step& step, Window window, int64_t at, int64_t keys, const T* queries, int64_t rows,
                      int64_t first, TileBuffers<T>& tile, Partial& partial, int64_t own) {
     int64_t dim = step.head_dim, last = first + (rows - 1) / step.group();
+    auto sees = [&](int64_t row) { return window.first_visible(first + row / step.group()) < at + kTileKeys; };
+    int64_t blind = std::max<int64_t>(0, at - first) * step.group() / kTiledRows * kTiledRows;
+    int64_t end = (rows - 1) / kTiledRows * kTiledRows;  // where the last tile of rows begins
+    while (end > blind && !sees(end)) rows = end, end -= kTiledRows;
+    queries += blind * dim, rows -= blind, own += blind;
     float* out = partial.out.data() + own * dim;
     multiply_tile<Into::kStore, T>(
         {queries, dim}, rows, dim, {tile.keys.data(), panel_size<T>(dim)}, keys, {tile.scores.data(), kTileKeys});
     bool is_whole = at + kTileKeys - 1 <= first && at >= window.first_visible(last);
     for (int64_t r = 0; r < rows; r++) {
         float* row = tile.scores.data() + r * kTileKeys;
-        if (!is_whole) hide(row, at, first + r / step.group(), window);
+        if (!is_whole) hide(row, at, first + (blind + r) / step.group(), window);
         soften(row, step.scale, tile.weights.data() + r * kTileKeys, partial.peaks[own + r], partial.sums[own + r],
                out + r * dim, dim);
     }
