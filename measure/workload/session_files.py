@@ -13,15 +13,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, Field, NonNegativeInt
 
-from measure.workload.session_traces import BLOCK_SIZE, PrefixTree, RecordedRequest, RecordedSession, session_of
+from measure.workload.session_traces import (
+    BLOCK_SIZE,
+    MAX_REQUESTS,
+    PrefixTree,
+    RecordedRequest,
+    RecordedSession,
+    session_of,
+)
 from measure.workload.sessions import Beginning
 from measure.workload.span_traces import requests_of
 from measure.workload.traces import MAX_SECONDS, MAX_TOKENS, Tokens, TraceError, checked, reading
 
 _Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 _TokensOrNone = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-_MAX_REQUESTS = 1 << 14
-"""Requests of a session: what each has before it takes memory with their square."""
 
 
 class _Request(BaseModel):
@@ -54,14 +59,16 @@ class _HashedSession(BaseModel):
     block_size: Tokens = BLOCK_SIZE
     tool_tokens: _TokensOrNone | None = None
     system_tokens: _TokensOrNone | None = None
-    requests: list[Annotated[_Hashed | _SubAgent, Field(discriminator="type")]] = Field(min_length=1)
+    requests: list[Annotated[_Hashed | _SubAgent, Field(discriminator="type")]] = Field(
+        min_length=1, max_length=MAX_REQUESTS
+    )
 
 
 class _PackedSession(BaseModel):
     session: str = ""
     tool_tokens: _TokensOrNone | None = None
     system_tokens: _TokensOrNone | None = None
-    requests: list[_Packed] = Field(min_length=1)
+    requests: list[_Packed] = Field(min_length=1, max_length=MAX_REQUESTS)
 
 
 class _Kind(BaseModel):
@@ -105,24 +112,14 @@ def _session_in(path: Path) -> RecordedSession:
     if kind.requests is None:
         if kind.spans is None and kind.resources is None:
             raise TraceError(f"{path}: has neither requests of kv-cache-tester nor spans of OpenTelemetry")
-        return _session(path.stem, requests_of(text, str(path)), str(path), tools=None, system=None)
+        return session_of(path.stem, requests_of(text, str(path)), tools=None, system=None)
     read = checked(_HashedSession, text, str(path))
     requests = _flat(read)
-    if not requests:
-        raise TraceError(f"{path}: requests: has none of its own")
+    if not 0 < len(requests) <= MAX_REQUESTS:
+        what = f"has {len(requests):,} with those of sub-agents; no more than {MAX_REQUESTS:,} can be played"
+        raise TraceError(f"{path}: requests: {what if requests else 'has none of its own'}")
     found = _with_prefixes(requests, read.block_size)
-    return _session(read.id or path.stem, found, str(path), tools=read.tool_tokens, system=read.system_tokens)
-
-
-def _session(
-    name: str, requests: Sequence[RecordedRequest], where: str, *, tools: int | None, system: int | None
-) -> RecordedSession:
-    if len(requests) > _MAX_REQUESTS:
-        raise TraceError(
-            f"{where}: a session has {len(requests):,} requests; no more than {_MAX_REQUESTS:,} can be played:"
-            " cut it into several"
-        )
-    return session_of(name, requests, tools=tools, system=system)
+    return session_of(read.id or path.stem, found, tools=read.tool_tokens, system=read.system_tokens)
 
 
 def _flat(read: _HashedSession) -> list[_Hashed]:
@@ -164,7 +161,7 @@ def _packed_session(text: str, where: str) -> RecordedSession:
         if k and (k - 1) * BLOCK_SIZE >= min(read.requests[j].num_in, each.num_in):
             raise TraceError(f"{where}: requests.{index}.like: request {j}, or this one, has fewer than {k} blocks")
         requests.append(_recorded(each, Beginning(j, k * BLOCK_SIZE)))
-    return _session(read.session or where, requests, where, tools=read.tool_tokens, system=read.system_tokens)
+    return session_of(read.session or where, requests, tools=read.tool_tokens, system=read.system_tokens)
 
 
 def _recorded(each: _Request, kept: Beginning) -> RecordedRequest:

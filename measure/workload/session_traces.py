@@ -15,6 +15,8 @@ from measure.workload.sessions import Beginning, Segment, Turn
 
 BLOCK_SIZE = 64
 """Tokens of a block id, where a file does not say."""
+MAX_REQUESTS = 1 << 12
+"""Requests of a session at most: to know what each waits for takes time and memory with their square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, NonNegativeInt, model_validator
 
-from measure.workload.session_traces import PrefixTree, RecordedRequest
+from measure.workload.session_traces import MAX_REQUESTS, PrefixTree, RecordedRequest
 from measure.workload.sessions import Beginning
 from measure.workload.traces import MAX_TOKENS, TraceError, checked
 
@@ -126,8 +126,9 @@ class _Span:
 def requests_of(text: str, where: str) -> list[RecordedRequest]:
     """Return the calls of a session, in order of their starts. Raises TraceError, also without any."""
     calls = sorted((span for span in _spans(text, where) if span.is_call), key=lambda span: span.start_s)
-    if not calls:
-        raise TraceError(f"{where}: spans: none is a call of a model")
+    if not 0 < len(calls) <= MAX_REQUESTS:
+        what = f"{len(calls):,} are calls of a model; no more than {MAX_REQUESTS:,} can be played: cut the session"
+        raise TraceError(f"{where}: spans: {what if calls else 'none is a call of a model'}")
     prompts = [call.messages() for call in calls]
     requests: list[RecordedRequest] = []
     tree = PrefixTree()

@@ -191,9 +191,14 @@ def test_calls_at_one_moment_do_not_hide_each_other_from_the_next(tmp_path: Path
         ({"spans": [span(1, 0, 1, parent="s2"), span(2, 0, 1, parent="s1")]}, "spans.0: parent_span_id: s2 is within"),
         ({"spans": [span(1, 0, 1, **tokens(-5, 1))]}, "spans.0.attributes: gen_ai.usage.input_tokens: .*, not '-5'"),
         ({"spans": [span(1, 0, 1) | {"attributes": [7]}]}, "spans.0.attributes: an attribute is not"),
+        ({"spans": [span(n, 0, 1, **tokens(5, 1)) for n in range(4097)]}, "spans: 4,097 are calls of a model; no more"),
         ({"resourceSpans": [{"scopeSpans": [{"spans": [3]}]}]}, r"resourceSpans.0.scopeSpans.0.spans.0: "),
         ({"requests": [{"t": 0, "type": "x"}]}, "requests.0: Input tag 'x'"),
         ({"requests": [HASHED["requests"][1] | {"requests": []}]}, "has none of its own"),  # type: ignore[index]
+        (
+            {"requests": [HASHED["requests"][1] | {"requests": [call(0, 5, 1, [])] * 4097}]},  # type: ignore[index]
+            "requests: has 4,097 with those of sub-agents",
+        ),
     ],
 )
 def test_unusable_documents_are_named(tmp_path: Path, document: object, message: str) -> None:
