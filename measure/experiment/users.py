@@ -133,6 +133,7 @@ class Users:
             at_s=due.due_s,
             prompt=prompt,
             num_output_tokens=turn.num_output_tokens,
+            calls_tool=turn.calls_tool,
             max_tokens=None if self._max_tokens is None else max(self._max_tokens, turn.num_output_tokens),
             answer=self._writer.tokens([answer]) if seat.play.is_continued(index) else None,
             session=session.index,

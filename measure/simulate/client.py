@@ -68,6 +68,7 @@ class SimClient:
                 async with router.orchestrator.running(job, ticket, life) as served:
                     while (message := await served.outbox.get()) is not None:
                         reply.take(message, self._now_s())
+                    served.ends_in_calls = arrival.calls_tool
                 if served.outbox.error is not None:
                     raise served.outbox.error
         except KvrelayError as error:

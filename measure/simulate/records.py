@@ -154,6 +154,8 @@ class Arrival:
     """Token ids, typecode "I"."""
     num_output_tokens: int
     """Length of the model's answer, whatever the limit. At least 1."""
+    calls_tool: bool = False
+    """Whether the answer ends with calls of tools."""
     max_tokens: int | None = None
     """Limit that the request states, all that a router knows; None: exactly `num_output_tokens`."""
     answer: "array[int] | None" = None

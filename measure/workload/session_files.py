@@ -33,6 +33,7 @@ class _Request(BaseModel):
     t: _Seconds
     num_in: Tokens = Field(alias="in")
     out: _TokensOrNone
+    stop: str = ""
     api_s: _Seconds | None = Field(default=None, validation_alias=AliasChoices("api_s", "api_time"))
     think_s: _Seconds | None = Field(default=None, validation_alias=AliasChoices("think_s", "think_time"))
     agent: str = ""
@@ -170,6 +171,7 @@ def _recorded(each: _Request, kept: Beginning) -> RecordedRequest:
         end_s=each.t + (each.api_s or 0.0),
         num_prompt_tokens=each.num_in,
         num_output_tokens=max(1, each.out),
+        calls_tool=each.stop == "tool_use",
         agent=each.agent,
         kept=kept,
         pause_s=each.think_s,

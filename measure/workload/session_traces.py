@@ -41,6 +41,8 @@ class RecordedRequest:
     """End of its answer."""
     num_prompt_tokens: int
     num_output_tokens: int
+    calls_tool: bool = False
+    """Whether its answer ends with calls of tools, as far as the file says."""
     agent: str = ""
     """Empty: the main agent."""
     kept: Beginning
@@ -96,6 +98,7 @@ def session_of(
             Turn(
                 segments=(*copied, Segment(index, num_new)),
                 num_output_tokens=request.num_output_tokens,
+                calls_tool=request.calls_tool,
                 think_s=_pause_s(requests, index, after),
                 beginning=beginning,
                 after=after,

@@ -49,6 +49,8 @@ class Turn:
     """Segments that follow the beginning of its prompt."""
     num_output_tokens: int
     """Exact length of the answer."""
+    calls_tool: bool = False
+    """Whether the answer ends with calls of tools, as far as is known."""
     think_s: float = 0.0
     """Time from the last of the answers that it waits for to this request; without any, from the session's begin."""
     beginning: Beginning | None = None

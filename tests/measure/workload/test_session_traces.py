@@ -70,6 +70,12 @@ def test_prompts_have_the_lengths_of_the_file_and_hold_the_answers_that_they_kep
     assert [turn.after for turn in session.turns] == [(), (0,), (1,), (2,)]
 
 
+def test_answers_that_call_tools_are_known_where_the_file_says_so(tmp_path: Path) -> None:
+    calls = [ask(0, 200, 40, [[1, 3]]), ask(9, 300, 30, [[4, 1]], stop="end_turn")]
+    session = read(tmp_path, {"session": "s", "requests": calls})
+    assert [turn.calls_tool for turn in session.turns] == [True, False]
+
+
 def test_sub_agents_begin_after_an_answer_of_their_parent_which_goes_on_beside_them(tmp_path: Path) -> None:
     session = read(tmp_path, AGENTS)
     assert session.num_agents == 3
