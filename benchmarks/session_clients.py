@@ -4,7 +4,7 @@
 
 Method. The first sessions of the file that are short enough are chats with the default model on 2P2D workers of one
 thread, all at a time. Lengths are divided by 256, pauses by 10, at most 15 s. A turn that ended in a call of a tool in
-the recording is forced to call one. Each worker has pages for `--blocks` blocks, far less than all sessions need.
+the recording is forced to call one. Each worker has pages for `--blocks` blocks, less than all sessions need.
 
 For each arm, `router.retention: sessions` and `age`, a cluster starts, plays the sessions once unmeasured, so that
 routers learn, and then, with other texts, through each client in turn. The share of prompt tokens that were cached is
