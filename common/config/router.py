@@ -59,7 +59,7 @@ class RouterConfig(Section):
         Need.ROUTERS,
     ] = "predictive"
     """Rule that chooses workers: [see below](#policies)."""
-    retention: Annotated[Literal["sessions", "age"], Need.ROUTERS] = "sessions"
+    retention: Annotated[Literal["sessions", "age"], Need.ROUTERS] = "age"
     """Order in which workers evict what turns of [sessions](#sessions) leave behind. `sessions`: by when they may come
     back, as routers learn; `age`: as anything else."""
     local_prefill_max_tokens: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], Need.ROUTERS] = "auto"

@@ -194,6 +194,7 @@ def test_unusable_lines_are_named(tmp_path: Path, text: str, message: str) -> No
         (gzip.compress(b"\xff\xfe"), "is not text in UTF-8"),
         (gzip.compress(b"\n"), "has no sessions"),
     ],
+    ids=["cut", "damaged", "no gzip", "no text", "empty"],
 )
 def test_broken_archive_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "sessions.jsonl.gz"
