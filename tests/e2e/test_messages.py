@@ -120,7 +120,8 @@ async def test_counts_leave_out_what_was_cached_and_a_stream_ends_with_them(anth
     assert cached[0] < cached[1]
     assert first["usage"]["input_tokens"] == counted["input_tokens"] - cached[0]
     assert second[-2]["usage"]["input_tokens"] == counted["input_tokens"] - cached[1]
-    assert second[0]["message"]["usage"]["input_tokens"] == counted["input_tokens"]
+    begun = second[0]["message"]["usage"]
+    assert begun["input_tokens"] + begun["cache_read_input_tokens"] == counted["input_tokens"]
     assert first["usage"]["cache_creation_input_tokens"] == 0
 
 

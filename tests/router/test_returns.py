@@ -46,7 +46,7 @@ async def test_workers_that_keep_a_turn_are_told_with_its_end_and_others_of_noth
 
     monkeypatch.setattr(ReturnTimes, "curve", curve)
     prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
+    async with running_cluster(prefill, decode, config=config_with(retention="sessions")) as cluster:
         request = make_request(10)
         request.session_id = "s" * 1000
         await cluster.read(cluster.inference.Generate(request), Reply())
