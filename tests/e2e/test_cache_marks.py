@@ -17,6 +17,7 @@ SYSTEM = "You know the whole library by heart. " * 8
 ASKED = "Which book? " * 4
 HOUR: Any = {"type": "ephemeral", "ttl": "1h"}
 MINUTES = {"type": "ephemeral"}
+GREEDY: Any = {"model": "", "extra_body": {"temperature": 0}}  # the official client names no temperature any more
 REMOTE: dict[str, Any] = {"local_prefill_max_tokens": 0}
 LOCAL: dict[str, Any] = {"policy": "round_robin", "local_prefill_max_tokens": 4096}
 
@@ -83,7 +84,7 @@ async def test_what_a_mark_writes_is_told_once_and_read_afterwards() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("router", [REMOTE, LOCAL], ids=["remote", "local"])
 async def test_official_client_learns_of_a_stream_what_was_written_for_which_time(router: dict[str, Any]) -> None:
-    fields: Any = {"model": "", "max_tokens": 3, "messages": [{"role": "user", "content": ASKED * 4}]}
+    fields: Any = GREEDY | {"max_tokens": 3, "messages": [{"role": "user", "content": ASKED * 4}]}
     async with serving(router) as served:
         url = f"http://127.0.0.1:{served.router.http_port}"
         async with AsyncAnthropic(base_url=url, api_key=KEYS["a"], max_retries=0) as client:
@@ -100,7 +101,7 @@ async def test_official_client_learns_of_a_stream_what_was_written_for_which_tim
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompt_that_is_sent_ahead_without_tokens_to_generate_is_found_later(stream: bool) -> None:
-    fields: Any = {"model": "", "messages": [{"role": "user", "content": ASKED * 4}], "cache_control": HOUR}
+    fields: Any = GREEDY | {"messages": [{"role": "user", "content": ASKED * 4}], "cache_control": HOUR}
     async with serving() as served:
         url = f"http://127.0.0.1:{served.router.http_port}"
         async with AsyncAnthropic(base_url=url, api_key=KEYS["a"], max_retries=0) as client:
