@@ -7,7 +7,6 @@ have.
 """
 
 import os
-import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +29,7 @@ class RankGroup:
     """One rank's way to the others. All of them call the same methods in the same order."""
 
     def __init__(self, rank: Rank, fd: int | None = None) -> None:
-        """`fd`: the first rank's memory file, which is closed with this object; None: this is the first rank."""
+        """`fd`: the first rank's memory file, for as long as the process lives; None: this is the first rank."""
         if not (torch.distributed.is_available() and hasattr(os, "memfd_create")):
             raise UnsupportedModel(
                 "cannot start several ranks: this system has no memory files (memfd), or this torch no process groups",
@@ -38,8 +37,11 @@ class RankGroup:
             )
         self.rank = rank
         self.fd = os.memfd_create("kvrelay-ranks", os.MFD_CLOEXEC) if fd is None else fd
-        """Memory file by which the ranks find each other."""
-        weakref.finalize(self, os.close, self.fd)
+        """Memory file by which the ranks find each other.
+
+        Never closed: torch's store writes into the file of this number once more when it is collected, which whoever
+        holds it (the backend, a traceback) decides. By then a closed number would be that of another file.
+        """
         self._backend: Any = None
 
     def meet(self) -> None:

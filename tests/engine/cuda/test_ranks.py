@@ -1,6 +1,8 @@
 """Several ranks that launch steps on devices of their own, on CPUs through gloo: against one device."""
 
+import gc
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,17 @@ def test_ranks_on_cards_ask_nccl_for_each_sum_once(monkeypatch: pytest.MonkeyPat
     assert group.gather(sums).shape == (2, 2, 3)
     called = [call[0] for call in nccl.return_value.method_calls]
     assert called == ["allreduce", "broadcast", "_allgather_base"]
+
+
+def test_store_of_ranks_that_outlives_them_writes_into_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[Any] = []
+    monkeypatch.setattr(DeviceGroup, "_join", lambda _self, store, *_: stores.append(store))
+    DeviceGroup(Rank(idx=0, size=2), torch.device("cpu")).meet()
+    gc.collect()
+    with ExitStack() as opened:  # also under the lowest number that is free
+        files = [opened.enter_context((tmp_path / str(i)).open("wb+")) for i in range(8)]
+        stores.clear()
+        gc.collect()
+        assert [file.read() for file in files] == [b""] * len(files)
