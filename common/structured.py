@@ -106,6 +106,10 @@ async def for_each(
             begun_s = turn_time_s()
 
 
+def do_nothing(_item: object) -> None:
+    """Use an item whose making was all that there is to do."""
+
+
 async def completed(step: Coroutine[Any, Any, T]) -> T:
     """Take a step to its end and return its result, even if the caller is cancelled meanwhile.
 

@@ -11,7 +11,9 @@
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from common.errors import Cancelled, InvalidRequest, KvIncomplete, KvrelayError
 from common.ids import Epoch, HandoffId, WorkerId
@@ -20,6 +22,7 @@ from common.wire import message_of
 from decode_worker.direct import GRACE_S, DirectAnswer, DirectTable
 from decode_worker.shared_stream import Outlet
 from engine.events import BeamsAdvanced, EngineEvent, Failed, Started, Tokens
+from engine.executor import Logprobs
 from engine.interface import Engine
 from engine.request import EngineRequest
 from engine.steps.group import Group
@@ -28,10 +31,29 @@ from kv_transfer.pull import Pulled, PullPlan
 from kv_transfer.wanted import WantedHandoff
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, worker_pb2
-from worker.output import OutputStreams, beams_to_proto, prompt_logprobs_to_proto, repeat_output
+from worker.output import OutputStreams, beams_to_proto, fill_prompt_logprobs, repeat_output
 from worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
+
+_MAX_ENTRIES = 4096
+"""Log-probabilities of a prompt that one turn of the event loop converts, in some milliseconds."""
+
+
+class _PromptLogprobs:
+    """Log-probabilities of a prompt on their way into a message, a part at a time."""
+
+    def __init__(self, entries: Sequence[Logprobs]) -> None:
+        self.message = pb.DecodeResponse()
+        self._filling = fill_prompt_logprobs(self.message.tokens, entries)
+        self._num_left = len(entries)
+        self._num_at_once = max(1, _MAX_ENTRIES // (1 + len(entries[0].top)))
+
+    def go_on(self) -> bool:
+        """Convert a part; returns whether it was the last one."""
+        for _ in islice(self._filling, self._num_at_once):
+            self._num_left -= 1
+        return not self._num_left
 
 
 class DecodeCall:
@@ -47,8 +69,10 @@ class DecodeCall:
         """Events that wait for earlier messages; None once those were sent."""
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_steps = 0
-        self._answers: deque[EngineEvent] = deque()
-        """Events of complete beams that are still to be sent."""
+        self._large: deque[EngineEvent] = deque()
+        """Events that are sent in parts, and those after them."""
+        self._prompt: _PromptLogprobs | None = None
+        """Set while log-probabilities of the prompt are converted."""
 
     async def run(self, request: pb.DecodeRequest) -> None:
         """Serve the request until every sample has ended. Frees everything at its end. Raises KvrelayError."""
@@ -173,23 +197,30 @@ class DecodeCall:
         """Take an event of the engine. An error ends this call only, not others of the same step."""
         if self._held is not None:
             self._held.append(event)
-        elif self._group.beams is not None and isinstance(event, Tokens):
-            self._answers.append(event)
-            if len(self._answers) == 1:
-                asyncio.get_running_loop().call_soon(self._emit_answers)
+        elif self._large or (isinstance(event, Tokens) and (self._group.beams is not None or event.prompt_logprobs)):
+            self._large.append(event)
+            if len(self._large) == 1:
+                asyncio.get_running_loop().call_soon(self._emit_large)
         else:
-            self._try_to_emit(event)
+            self._try(self._emit, event)
 
-    def _emit_answers(self) -> None:
-        """Send a part of the beams' answers, which come all at once, and the rest later, so that other calls go on."""
-        self._try_to_emit(self._answers.popleft())
-        if self._answers:
-            asyncio.get_running_loop().call_soon(self._emit_answers)
+    def _emit_large(self) -> None:
+        """Send a part of a large event, and the rest later, so that other calls go on."""
+        self._try(self._emit_part, self._large[0])
+        if self._large and not self._over.done():
+            asyncio.get_running_loop().call_soon(self._emit_large)
 
-    def _try_to_emit(self, event: EngineEvent) -> None:
+    def _emit_part(self, event: EngineEvent) -> None:
+        if isinstance(event, Tokens) and event.prompt_logprobs:
+            self._prompt = self._prompt or _PromptLogprobs(event.prompt_logprobs)
+            if not self._prompt.go_on():
+                return
+        self._emit(self._large.popleft())
+
+    def _try(self, emit: Callable[[EngineEvent], None], event: EngineEvent) -> None:
         if not self._over.done():
             try:
-                self._emit(event)
+                emit(event)
             except Exception as error:  # noqa: BLE001 - the top of a callback that serves other calls as well
                 self._over.set_exception(to_report(error, "Decode"))
 
@@ -232,13 +263,19 @@ class DecodeCall:
             batch = pb.TokenBatch(
                 tokens=messages,
                 runs=runs,
-                prompt_logprobs=prompt_logprobs_to_proto(tokens.prompt_logprobs),
                 prefill_s=tokens.prefill_s or 0.0,
                 num_drafted_tokens=tokens.drafts.num_drafted,
                 num_accepted_tokens=tokens.drafts.num_accepted,
                 num_pinned_tokens=tokens.num_pinned_tokens,
             )
+            prompt, self._prompt = self._prompt, None
+            if prompt is not None:  # which it would take long to copy
+                prompt.message.tokens.MergeFrom(batch)
+                batch = prompt.message.tokens
             if self._direct is None or not has_tokens:
-                self._outlet.put_tokens(batch)
+                if prompt is None:
+                    self._outlet.put_tokens(batch)
+                else:
+                    self._outlet.put(prompt.message)
             else:
                 self._direct.put(batch)

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from common.errors import AccessDenied, ClientGone, InvalidRequest, KvrelayError
 from common.sampling import MAX_N
+from common.structured import for_each
 from common.token_batches import MAX_GATHERED_TOKENS, merge_tokens, num_tokens_in, runs_of
 from common.tokens import num_packed
 from kvrelay.v1 import decode_pb2 as pb
@@ -28,6 +29,8 @@ from kvrelay.v1 import decode_pb2 as pb
 GRACE_S = 10.0
 """Grace period for a client that left its stream: it may need 5 s to notice that its connection is lost."""
 CAPABILITY_BYTES = 32
+_MAX_POSITIONS = 1024
+"""Positions of a prompt whose log-probabilities are copied at once, in some milliseconds."""
 
 Write = Callable[[pb.StreamTokensResponse], Awaitable[None]]
 
@@ -132,9 +135,10 @@ class DirectAnswer:
                 if num_sent < len(self._batches):
                     batches = _portion(self._batches[num_sent:])
                     num_sent += len(batches)
-                    batch = _behind(batches, num_received)
-                    if batch is not None:
-                        await write(pb.StreamTokensResponse(tokens=batch))
+                    message = pb.StreamTokensResponse()
+                    await _fill(message.tokens, batches, num_received)
+                    if message.tokens.tokens or message.tokens.runs:
+                        await write(message)
                 elif self._is_complete:
                     has_everything = True
                 else:
@@ -214,19 +218,20 @@ def _portion(batches: Sequence[pb.TokenBatch]) -> Sequence[pb.TokenBatch]:
     return batches
 
 
-def _behind(batches: Sequence[pb.TokenBatch], num_received: Sequence[int]) -> pb.TokenBatch | None:
-    """Return one batch of the tokens that the client does not have, or None without any."""
+async def _fill(merged: pb.TokenBatch, batches: Sequence[pb.TokenBatch], num_received: Sequence[int]) -> None:
+    """Merge the tokens that the client does not have into one batch."""
 
     def received(sample_index: int) -> int:
         return num_received[sample_index] if sample_index < len(num_received) else 0
 
-    merged = pb.TokenBatch()
     for batch in batches:
         tokens = [token for token in batch.tokens if token.token_index >= received(token.sample_index)]
         runs = [
             run for run in batch.runs if run.first_token_index + num_packed(run.tokens) > received(run.sample_index)
         ]
         merge_tokens(merged, tokens, runs)
-        merged.prompt_logprobs.extend(batch.prompt_logprobs)
+        # In parts: those of a long prompt take some 10 ms.
+        positions = batch.prompt_logprobs
+        parts = (positions[first : first + _MAX_POSITIONS] for first in range(0, len(positions), _MAX_POSITIONS))
+        await for_each(parts, merged.prompt_logprobs.extend)
         merged.prefill_s = merged.prefill_s or batch.prefill_s
-    return merged if merged.tokens or merged.runs else None

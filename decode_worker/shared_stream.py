@@ -11,13 +11,13 @@ connection, which cancels every call on it, or, after `drain`, with its last cal
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 from common.errors import InvalidRequest, KvrelayError, WorkerLost, to_status_bytes
 from common.rpc import to_report
-from common.structured import TaskTracker, end_all
+from common.structured import TaskTracker, do_nothing, end_all, for_each
 from common.token_batches import MAX_GATHERED_TOKENS, merge_batch, num_tokens_in
 from kvrelay.v1 import decode_pb2 as pb
 
@@ -25,6 +25,8 @@ MESSAGES_PER_ACKNOWLEDGEMENT = 4
 """Each message of so many awaits an acknowledgement; at most twice as many are under way."""
 MAX_TAKEN = 4
 """Messages that are taken at once."""
+_MAX_POSITIONS = 1024
+"""Positions of a prompt whose log-probabilities are copied at once, in some milliseconds."""
 
 
 class Outlet:
@@ -38,7 +40,7 @@ class Outlet:
         """`wake` is called for every new message."""
         self._messages: list[pb.DecodeResponse] = []
         self._num_gathered = 0
-        """Tokens of the last message."""
+        """Tokens of the last message; `MAX_GATHERED_TOKENS` if it takes no more."""
         self._wake = wake
 
     @property
@@ -47,8 +49,9 @@ class Outlet:
         return not self._messages
 
     def put(self, message: pb.DecodeResponse) -> None:
-        """Append a message."""
+        """Append a message, which nothing is merged into."""
         self._messages.append(message)
+        self._num_gathered = MAX_GATHERED_TOKENS
         self._wake()
 
     def put_tokens(self, batch: pb.TokenBatch) -> None:
@@ -192,35 +195,55 @@ class SharedStream:
             if asks:
                 await self._can_ask.wait()
             self._changed.clear()
-            if updates := self._take_updates():
+            message = pb.DecodeManyResponse(awaits_acknowledgement=asks)
+            await for_each(self._fill(message), do_nothing)
+            if message.updates:
                 if asks and self._is_acknowledging:
                     self._can_ask.clear()
                 self._num_written += 1
-                await write(pb.DecodeManyResponse(updates=updates, awaits_acknowledgement=asks))
+                await write(message)
 
-    def _take_updates(self) -> list[pb.CallUpdate]:
-        """Return the updates of the next message: of each call with something to send, while there is room."""
-        updates: list[pb.CallUpdate] = []
+    def _fill(self, message: pb.DecodeManyResponse) -> Iterator[None]:
+        """Add an update of each call with something to send, while there is room.
+
+        Yields after each call, and part of one with a prompt's log-probabilities. Calls may change in between.
+        """
         unfinished: list[int] = []
         num_bytes = 0
-        while self._ready_calls and num_bytes < ENOUGH_BYTES:
-            call_id = next(iter(self._ready_calls))
+        for call_id in list(self._ready_calls):
+            if num_bytes >= ENOUGH_BYTES:
+                break
+            if call_id not in self._ready_calls:
+                continue  # closed in the meantime
             del self._ready_calls[call_id]
-            update = self._update(call_id)
+            unfinished.append(call_id)
+            update = message.updates.add(call_id=call_id)
+            for response in self._take_responses(update):
+                yield from _move(response, update.responses.add())
             num_bytes += update.ByteSize()
-            updates.append(update)
-            if call_id in self._calls and not self._calls[call_id].outlet.is_empty:
-                unfinished.append(call_id)
+            yield
         for call_id in unfinished:  # after those that have not been sent at all
-            self._ready_calls[call_id] = None
+            if call_id in self._calls and not self._calls[call_id].outlet.is_empty:
+                self._ready_calls[call_id] = None
         if self._ready_calls:
             self._changed.set()
-        return updates
 
-    def _update(self, call_id: int) -> pb.CallUpdate:
-        call = self._calls[call_id]
-        update = pb.CallUpdate(call_id=call_id, responses=call.outlet.take())
+    def _take_responses(self, update: pb.CallUpdate) -> list[pb.DecodeResponse]:
+        """Return a call's next messages; notes its end in the update when they are the last ones."""
+        call = self._calls[update.call_id]
+        taken = call.outlet.take()
         if call.end is not None and call.outlet.is_empty:
             update.status_code, update.status = call.end
-            del self._calls[call_id]
-        return update
+            del self._calls[update.call_id]
+        return taken
+
+
+def _move(response: pb.DecodeResponse, into: pb.DecodeResponse) -> Iterator[None]:
+    """Move a message that nothing else holds; yields between parts of a prompt's log-probabilities."""
+    positions = response.tokens.prompt_logprobs
+    for first in range(0, len(positions), _MAX_POSITIONS):
+        into.tokens.prompt_logprobs.extend(positions[first : first + _MAX_POSITIONS])
+        yield
+    if positions:
+        del positions[:]
+    into.MergeFrom(response)

@@ -22,7 +22,7 @@ import grpc
 from common.errors import HandoffGone, KvrelayError
 from common.ids import HandoffId
 from common.rpc import error_boundary
-from common.structured import end_all
+from common.structured import do_nothing, end_all, for_each
 from common.tracing import Stages
 from engine.events import EngineEvent, Failed, PrefillProgress, Started, Tokens
 from engine.request import EngineRequest
@@ -31,7 +31,7 @@ from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest
 from kvrelay.v1 import prefill_pb2 as pb
 from kvrelay.v1 import prefill_pb2_grpc, sequence_pb2
 from prefill_worker.embedding import cancel, embed, started_to_proto
-from worker.output import OutputStreams, prompt_logprobs_to_proto
+from worker.output import OutputStreams, fill_prompt_logprobs
 from worker.runtime import WorkerRuntime
 from worker.serving import Plane, PlaneService
 
@@ -135,11 +135,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                     handoffs.complete(handoff, _manifest(spec, handoff, tokens))
                     finished = pb.PrefillFinished(
                         first_tokens=messages,
-                        prompt_logprobs=prompt_logprobs_to_proto(first.prompt_logprobs),
                         prefill_s=first.prefill_s or 0.0,
                         num_pinned_tokens=first.num_pinned_tokens,
                     )
-                    await context.write(pb.PrefillResponse(finished=finished))
+                    response = pb.PrefillResponse(finished=finished)
+                    await for_each(fill_prompt_logprobs(response.finished, first.prompt_logprobs), do_nothing)
+                    await context.write(response)
                     extra = {"request_id": spec.request_id, "num_tokens": handoff.num_ready_tokens}
                     logger.info("prefill done", extra=extra | {"prefill_s": first.prefill_s})
                     return

@@ -1,6 +1,6 @@
 """Turns engine tokens into messages for clients: text deltas, stop strings and finish reasons, or bare token ids."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import tokenizers
@@ -14,7 +14,7 @@ from engine.events import TokenOutput, Tokens
 from engine.executor import Logprobs
 from engine.request import EngineRequest
 from engine.text.streaming import TextStream
-from kvrelay.v1 import decode_pb2, sequence_pb2
+from kvrelay.v1 import decode_pb2, prefill_pb2, sequence_pb2
 from kvrelay.v1 import sampling_pb2 as pb
 
 FINISH_REASONS = {
@@ -155,8 +155,16 @@ def beams_to_proto(snapshot: BeamSnapshot) -> sequence_pb2.BeamState:
     return sequence_pb2.BeamState(live=live, complete=complete)
 
 
-def prompt_logprobs_to_proto(entries: Sequence[Logprobs]) -> list[pb.PositionLogprobs]:
-    """Return one message per prompt position; the first is empty, because nothing precedes it."""
-    if not entries:
-        return []
-    return [pb.PositionLogprobs(), *(logprobs_to_proto(entry) for entry in entries)]
+def fill_prompt_logprobs(
+    into: decode_pb2.TokenBatch | prefill_pb2.PrefillFinished, entries: Sequence[Logprobs]
+) -> Iterator[None]:
+    """Add one message per prompt position; the first is empty, because nothing precedes it.
+
+    Yields after each position: all of a long prompt take some 100 ms, so the caller lets others run in between.
+    """
+    positions = into.prompt_logprobs
+    if entries:
+        positions.add()
+    for entry in entries:
+        positions.append(logprobs_to_proto(entry))
+        yield

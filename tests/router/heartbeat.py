@@ -1,4 +1,4 @@
-"""A router's process that tells how long its event loop is held: `python -m tests.router.heartbeat FILE --config …`.
+"""Tells how long an event loop is held, also that of a router: `python -m tests.router.heartbeat FILE --config …`.
 
 A callback runs every 2 ms. Between two of them the loop was held for the time in which its thread did not wait for a
 core, and at most for the CPU time that the process has used meanwhile. So calls of other threads that keep the
@@ -26,7 +26,7 @@ _FACTS = struct.Struct("=qd")
 
 
 class HeldLoop:
-    """What a router's heart tells, in a file that both processes map."""
+    """What a heart tells, in a file that two processes may map."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -72,13 +72,20 @@ class HeldLoop:
         _FACTS.pack_into(self._shared, 0, num_beats, longest_s)
 
 
-class _Heart:
+class Heart:
+    """Beats in the running event loop until it is stopped."""
+
     def __init__(self, held: HeldLoop) -> None:
         self._held = held
         self._loop = asyncio.get_running_loop()
         self._before = self._now()
+        self._is_over = False
         self._loop.call_later(BEAT_S, self._beat)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """End with the next beat."""
+        self._is_over = True
 
     def _now(self) -> tuple[float, float, float]:
         """Return the time, how long this thread has waited for a core, and the CPU time of the process."""
@@ -86,13 +93,15 @@ class _Heart:
         return time.perf_counter(), int(waited_ns) / 1e9, time.process_time()
 
     def _beat(self) -> None:
+        if self._is_over:
+            return
         before, self._before = self._before, self._now()
         wall_s, waited_s, cpu_s = (now - then for now, then in zip(self._before, before, strict=True))
         self._held.beat(min(wall_s - waited_s, cpu_s) - BEAT_S)
         self._loop.call_later(BEAT_S, self._beat)
 
     def _watch(self) -> None:
-        while True:
+        while not self._is_over:
             time.sleep(_LATE_S / 4)
             if (late_s := time.perf_counter() - self._before[0]) > _LATE_S:
                 self._held.note_stacks(late_s)
@@ -105,7 +114,7 @@ def main() -> None:
 
     async def start(*args: Any, **options: Any) -> Any:
         running = await start_router(*args, **options)
-        _Heart(held)
+        Heart(held)
         return running
 
     server.start_router = start
