@@ -98,7 +98,7 @@ class Orchestrator:
         self.calls = CallOutcomes(metrics=metrics, traces=self.traces, demand=self.demand)
         self.recent = RecentRequests(clock)
         self.in_flight = InFlight(clock)
-        self._returns = Returns(fleet, clock, tells=config.retention == "sessions")
+        self._returns = Returns(fleet, clock) if config.retention == "sessions" else None
 
     @property
     def num_request_tasks(self) -> int:
@@ -133,7 +133,8 @@ class Orchestrator:
         outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         outbox.on_large = partial(self._admission.wait_turn, record.tenant)
         self.traces.follow(record)
-        self._returns.begin(record)
+        if self._returns is not None:
+            self._returns.begin(record)
         with (
             self._admission.unsent.holding(record.tenant, outbox.overflow) as outbox.holding,
             self.recordings.following(record),
@@ -141,7 +142,7 @@ class Orchestrator:
         ):
             async with self._tracker.owned(self._run(record)):
                 yield record
-        if record.life.state is State.FINISHED:
+        if self._returns is not None and record.life.state is State.FINISHED:
             self._returns.end(record)
 
     async def _run(self, record: RunningRequest) -> None:

@@ -13,11 +13,10 @@ from router.record.sessions import Sessions
 
 
 class Returns:
-    """Follows the sessions of all requests. Event loop only."""
+    """Follows the sessions of all requests, with `router.retention: sessions`. Event loop only."""
 
-    def __init__(self, fleet: Fleet, clock: Clock, *, tells: bool = True) -> None:
-        """`tells`: whether workers are told (`router.retention`)."""
-        self._fleet, self._tells = fleet, tells
+    def __init__(self, fleet: Fleet, clock: Clock) -> None:
+        self._fleet = fleet
         self._sessions = Sessions(clock)
 
     def begin(self, record: RunningRequest) -> None:
@@ -34,7 +33,7 @@ class Returns:
         curve = self._sessions.end(
             record.tenant.name, record.session, job.prompt_hashes, calls_tool=record.ends_in_calls
         )
-        if curve is None or record.plan is None or not self._tells:
+        if curve is None or record.plan is None:
             return
         hashes = job.hashes(record.ledger.output(0)[:-1])  # of the last token there is no KV
         for worker_id in _keepers(record.plan):

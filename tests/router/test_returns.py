@@ -4,11 +4,13 @@ import asyncio
 
 import pytest
 
+from common.block_hash import BlockHashes
 from common.errors import WorkerLost
 from common.return_curve import ReturnCurve
 from kvrelay.v1 import worker_pb2
 from router.fleet.return_notes import MAX_WAITING, ReturnNotes
 from router.record.returns import ReturnTimes, TurnKind
+from router.record.sessions import Session, Sessions
 from tests.router.fake_worker import hashes_of, pair
 from tests.router.fakes import Reply, config_with, make_request, running_cluster
 
@@ -28,11 +30,24 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[worker_pb2.ExpectedReturn]:
     return notes
 
 
-async def test_workers_are_told_nothing_where_age_alone_decides(told: list[worker_pb2.ExpectedReturn]) -> None:
+async def test_sessions_cost_nothing_and_workers_are_told_nothing_where_age_alone_decides(
+    told: list[worker_pb2.ExpectedReturn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    begin = Sessions.begin
+
+    def noted(sessions: Sessions, tenant: str, prompt: BlockHashes, *, name: str = "") -> Session:
+        begun.append(name)
+        return begin(sessions, tenant, prompt, name=name)
+
+    monkeypatch.setattr(Sessions, "begin", noted)
+    request = make_request(10)
+    request.session_id = "mine"
     for retention in ("age", "sessions"):
         async with running_cluster(*pair(), config=config_with(retention=retention)) as cluster:
-            await cluster.read(cluster.inference.Generate(make_request(10)), Reply())
+            await cluster.read(cluster.inference.Generate(request), Reply())
         assert bool(told) == (retention == "sessions")
+        assert begun == (["mine"] if retention == "sessions" else [])
 
 
 async def test_workers_that_keep_a_turn_are_told_with_its_end_and_others_of_nothing(

@@ -1,16 +1,18 @@
 """Names of sessions in every door: strange ones are cut or refused by their field, and none reaches another tenant."""
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from common.block_hash import BlockHashes
 from kvrelay.v1 import inference_pb2 as pb
 from router.http.responses.body import MAX_LABEL_CHARS
 from router.record.sessions import MAX_SESSION_CHARS, Session, Sessions
 from tests.router.fake_worker import pair
-from tests.router.fakes import Reply, make_request
+from tests.router.fakes import Reply, config_with, make_request
 from tests.router.http.clients import ASKED, CHAT, COMPLETIONS, MESSAGES, RESPONSES, HttpCluster, http_cluster
 from tests.router.test_tenants import KEYS, serving
 
@@ -25,6 +27,13 @@ class Begun:
     tenant: str
     name: str
     session: Session
+
+
+@pytest_asyncio.fixture
+async def http() -> AsyncIterator[HttpCluster]:
+    """A router that recognizes sessions."""
+    async with http_cluster(*pair(), config=config_with(http_port=0, retention="sessions")) as running:
+        yield running
 
 
 @pytest.fixture
@@ -75,16 +84,15 @@ async def test_name_of_another_type_is_refused_by_its_field_or_does_not_count(
     assert (status, [each.name for each in begun]) == (200, [""]), document
 
 
-async def test_name_over_grpc_is_cut(begun: list[Begun]) -> None:
-    async with http_cluster(*pair()) as http:
-        request: pb.GenerateRequest = make_request(10)
-        request.session_id = LONG
-        await http.cluster.read(http.cluster.inference.Generate(request), Reply())
+async def test_name_over_grpc_is_cut(http: HttpCluster, begun: list[Begun]) -> None:
+    request: pb.GenerateRequest = make_request(10)
+    request.session_id = LONG
+    await http.cluster.read(http.cluster.inference.Generate(request), Reply())
     assert [each.name for each in begun] == [LONG[:MAX_SESSION_CHARS]]
 
 
 async def test_same_name_of_two_tenants_is_two_sessions(begun: list[Begun]) -> None:
-    async with http_cluster(*pair(), config=serving(http_port=0)) as http:
+    async with http_cluster(*pair(), config=serving(http_port=0, retention="sessions")) as http:
         for tenant in ("a", "b", "a"):
             key = f"Bearer {KEYS[tenant]}"
             assert (await http.post(CHAT, _named(CHAT, "same"), authorization=key))[0] == 200
