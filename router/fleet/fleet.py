@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from common.clock import Clock
-from common.errors import WorkerLost
+from common.errors import InvalidRequest, WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
 from common.parity import TextProbes
@@ -77,6 +77,8 @@ class Fleet:
         """The served model; while no worker is ready, as last known; None before the first one."""
         self.aliases: tuple[str, ...] = ()
         """Further names under which clients ask for it."""
+        self.starts_prefill = True
+        """Whether the cluster begins with prefill workers (`pools.prefill.count`): if none is a member, one will be."""
         self.configured_id = ""
         """`model.id`, under which they may ask for it, too."""
         self._roster: Roster | None = None
@@ -119,14 +121,27 @@ class Fleet:
         self._listeners.append(listener)
 
     async def wait_for_model(self, *, timeout_s: float, pool: AnswerPool = AnswerPool.DECODE) -> ModelFacts:
-        """Return the model once a worker of the pool that answers has described it. Raises WorkerLost."""
+        """Return the model once a worker of the pool that answers has described it.
+
+        Raises WorkerLost, and InvalidRequest at once when the cluster has no such pool.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while self.model is None or not self.model.has_known(pool):
+                    if pool is AnswerPool.PREFILL and not self._expects_prefill():
+                        raise InvalidRequest(
+                            "cannot embed: prefill workers compute embeddings, and there are none"
+                            " (pools.prefill.count: 0); start one with `kvrelay scale prefill=1`"
+                        )
                     await self._until_changed()
                 return self.model
         except TimeoutError:
             raise WorkerLost(f"no {pool.value} worker became ready within {timeout_s:g} s") from None
+
+    def _expects_prefill(self) -> bool:
+        """Whether a prefill worker is a member, ready or not, or will be one."""
+        roles = (member.endpoint.role for member in self._members.values())
+        return self.starts_prefill or worker_pb2.WORKER_ROLE_PREFILL in roles
 
     # Membership.
 

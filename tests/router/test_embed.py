@@ -1,13 +1,17 @@
 """Embeddings over gRPC: the prefill pool answers alone, in the form asked for, and bad input is refused by field."""
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from common.block_hash import hash_blocks
+from common.config import ServingConfig, parse_config
 from common.errors import InvalidRequest, KvrelayError, PromptTooLong, UnknownModel
 from kvrelay.v1 import inference_pb2 as pb
 from tests.router.embeddings import LAST, MEAN, embedding_of, prefill_pool, unit, vector_of
 from tests.router.fake_service import HIDDEN_SIZE, hidden_of
-from tests.router.fake_worker import BLOCK_SIZE, PREFILL, ROOT, FakeWorker, Shape
+from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL, ROOT, FakeWorker, Shape
 from tests.router.fakes import TestCluster, config_with, prompt_of, running_cluster
 
 
@@ -25,6 +29,32 @@ async def test_prefill_workers_alone_answer_while_no_decode_worker_is_known() ->
         (request,) = cluster.prefill.requests
         assert (request.handoff_id, request.sequence.pooling) == ("", LAST)
         assert (await cluster.until_idle()).num_completed == 1
+
+
+def _without_prefill() -> ServingConfig:
+    pools: Any = {"pools": {"prefill": {"count": 0}}, "router": {"http_port": None}}
+    return parse_config(pools, source="test")
+
+
+async def test_cluster_without_a_prefill_pool_refuses_at_once_and_says_what_to_do() -> None:
+    async with running_cluster(FakeWorker("d0", DECODE), config=_without_prefill()) as cluster:
+        with pytest.raises(InvalidRequest, match=r"kvrelay scale prefill=1"):
+            await cluster.embed(embedding_of())
+
+
+async def test_embedding_waits_for_the_first_prefill_worker_of_a_pool_that_starts() -> None:
+    late, first = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    late.gates.close("describe")
+    await late.start()
+    try:
+        async with running_cluster(first, config=_without_prefill()) as cluster:
+            await cluster.set_workers(first, late)
+            asked = asyncio.ensure_future(cluster.embed(embedding_of()))
+            await late.gates.reached("describe")
+            late.gates.open("describe")
+            assert vector_of(await asked) == unit()
+    finally:
+        await late.die()
 
 
 async def test_form_of_the_vector_is_as_asked_for(cluster: TestCluster) -> None:
