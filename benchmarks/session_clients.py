@@ -23,6 +23,7 @@ from typing import Any
 from anthropic import AnthropicError, AsyncAnthropic
 from openai import AsyncOpenAI, OpenAIError
 
+from benchmarks.agent_sessions import Scale
 from benchmarks.clusters import running_doors
 from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.figures import Figures, quantile
@@ -37,9 +38,9 @@ from measure.workload.content import ContentWriter
 from measure.workload.playing import Due
 from measure.workload.recorded import chosen_sessions
 from measure.workload.sessions import Content, Session
-from measure.workload.spec import RecordedSpec, RecordedStreamSpec, WorkloadSpec
+from measure.workload.spec import RecordedStreamSpec, WorkloadSpec
 
-_SHRINK, _SPEED, _MAX_PAUSE_S, _MAX_PROMPT = 256, 10.0, 15.0, 750
+_SCALE = Scale(shrink=256, speed=10.0, max_pause_s=15.0, max_prompt=750)
 _RAMP_S = 10.0
 _TIMEOUT_S = 600.0
 _NAME, _ABOUT = "run", "Run a step of the build."
@@ -139,15 +140,7 @@ class Plan:
 
 def plan_of(path: Path, *, num_sessions: int, num_turns: int, seed: int) -> Plan:
     """Return the first sessions that are short enough. Raises TraceError, WorkloadError, OSError."""
-    spec = RecordedSpec(
-        path=path,
-        shrink=_SHRINK,
-        speed=_SPEED,
-        max_pause_s=_MAX_PAUSE_S,
-        limit=num_sessions,
-        longest=_MAX_PROMPT * _SHRINK,
-        turns=num_turns,
-    )
+    spec = _SCALE.first_sessions(path, num_sessions=num_sessions, num_turns=num_turns)
     stream = RecordedStreamSpec(name="agents", sessions=spec, concurrency=num_sessions, ramp_s=_RAMP_S)
     (built,) = build_workload(WorkloadSpec(content=Content.CHAT, seed=seed, streams=(stream,))).streams
     sessions = list(built.sessions)

@@ -26,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.agent_sessions import Scale
 from benchmarks.clusters import running_doors
 from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.figures import Figures, quantile
@@ -40,12 +41,10 @@ from measure.load.targets.interface import TargetSpec
 from measure.simulate.results import count_cached_tokens
 from measure.workload.build import build_workload
 from measure.workload.sessions import Workload
-from measure.workload.spec import RecordedSpec, RecordedStreamSpec, WorkloadSpec
+from measure.workload.spec import RecordedStreamSpec, WorkloadSpec
 
 _ARMS = ("quarter", "tiers", "whole", "vllm quarter", "vllm whole")
-_SHRINK, _SPEED = 32, 20.0
-_MAX_PAUSE_S = 5.0
-_MAX_PROMPT = 7_000
+_SCALE = Scale(shrink=32, speed=20.0, max_pause_s=5.0, max_prompt=7_000)
 _FIRST_GAP_S = 0.5
 _BLOCK_SIZE, _VLLM_BLOCK_SIZE = 16, 32
 _SPARE = 1.1
@@ -54,15 +53,7 @@ _SPARE = 1.1
 
 def workload_of(path: Path, num_sessions: int, num_turns: int) -> Workload:
     """Return the first sessions that fit, all at a time. Raises TraceError, WorkloadError, OSError."""
-    recorded = RecordedSpec(
-        path=path,
-        shrink=_SHRINK,
-        speed=_SPEED,
-        max_pause_s=_MAX_PAUSE_S,
-        limit=num_sessions,
-        longest=_MAX_PROMPT * _SHRINK,
-        turns=num_turns,
-    )
+    recorded = _SCALE.first_sessions(path, num_sessions=num_sessions, num_turns=num_turns)
     stream = RecordedStreamSpec(
         name="agents", sessions=recorded, concurrency=num_sessions, ramp_s=_FIRST_GAP_S * num_sessions
     )

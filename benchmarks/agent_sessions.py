@@ -1,0 +1,31 @@
+"""The recorded sessions of a coding agent that measurements with real clusters play, smaller and faster."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from measure.workload.spec import RecordedSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What recorded sessions are divided by, and the most that is left of them."""
+
+    shrink: int
+    """Divides lengths."""
+    speed: float
+    """Divides pauses."""
+    max_pause_s: float
+    max_prompt: int
+    """Tokens of the longest prompt with its answer, as played."""
+
+    def first_sessions(self, path: Path, *, num_sessions: int, num_turns: int) -> RecordedSpec:
+        """Return the first turns of the first sessions of a file that are short enough."""
+        return RecordedSpec(
+            path=path,
+            shrink=self.shrink,
+            speed=self.speed,
+            max_pause_s=self.max_pause_s,
+            limit=num_sessions,
+            longest=self.max_prompt * self.shrink,
+            turns=num_turns,
+        )
