@@ -249,6 +249,8 @@ def _worker_state(worker: WorkerView) -> str:
     notes = [f"slow ×{worker.slowness:.1f}"] if worker.slowness else []
     if (num_failed := round(worker.num_failed_attempts)) > 0:
         notes.append(f"{num_failed} failed")
+    if worker.status is not None and worker.status.num_ranks > 1:
+        notes.append(f"{worker.status.num_ranks} ranks")
     if worker.exact_resume is False:
         notes.append("no exact resume")
     return ", ".join([worker.state, *notes])

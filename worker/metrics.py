@@ -37,6 +37,7 @@ class RuntimeCollector(Collector):
             "kvrelay_sequences_running": ("Sequences in the running batch", load.num_running),
             "kvrelay_sequences_waiting": ("Sequences waiting", load.num_waiting),
             "kvrelay_reservations": ("Reservations that a transfer fills", load.num_reserved),
+            "kvrelay_ranks": ("Processes that share a worker's weights and heads", runtime.num_ranks),
             "kvrelay_leases": ("Handoffs expected or pinned", runtime.handoffs.num_leases),
         }
         counters: dict[str, tuple[str, float]] = {

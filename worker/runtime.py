@@ -190,6 +190,11 @@ class WorkerRuntime:
         return pool_of(self.config, self.role)
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that share the model's weights and heads, this one included."""
+        return self.pool_config.tensor_parallel
+
+    @property
     def num_request_tasks(self) -> int:
         """Calls that serve requests or transfers now."""
         return self.calls.num_open

@@ -248,6 +248,8 @@ class WorkerStatus:
     num_idle_cores: float | None = None
     """Cores of its host that were idle in the last minute, in the mean; None where it does not know."""
     link_rates: tuple[LinkRate, ...] = ()
+    num_ranks: int = 1
+    """Processes that share its weights and heads."""
     tenant_pins: tuple[TenantPins, ...] = ()
 
 

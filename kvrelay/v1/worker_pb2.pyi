@@ -878,6 +878,7 @@ class WorkerStatus(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     NUM_IDLE_CORES_FIELD_NUMBER: _builtins.int
     LINK_RATES_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     TENANT_PINS_FIELD_NUMBER: _builtins.int
     num_used_blocks: _builtins.int
     """Pages referenced by sequences, reservations or leases."""
@@ -917,6 +918,8 @@ class WorkerStatus(_message.Message):
     """Draft tokens that were right."""
     num_idle_cores: _builtins.float
     """Cores of its host that were idle in about the last minute, in the mean; absent where it does not know."""
+    num_ranks: _builtins.int
+    """Processes that share its weights and heads (tensor parallelism), itself included."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """Load."""
@@ -963,11 +966,12 @@ class WorkerStatus(_message.Message):
         device: Global___DeviceReport | None = ...,
         num_idle_cores: _builtins.float | None = ...,
         link_rates: _abc.Iterable[Global___LinkRate] | None = ...,
+        num_ranks: _builtins.int = ...,
         tenant_pins: _abc.Iterable[Global___TenantPins] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores", "device", b"device", "load", b"load", "num_idle_cores", b"num_idle_cores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores", "busy_s", b"busy_s", "device", b"device", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "link_rates", b"link_rates", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_idle_cores", b"num_idle_cores", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "recent_steps", b"recent_steps", "tenant_pins", b"tenant_pins", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores", "busy_s", b"busy_s", "device", b"device", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "link_rates", b"link_rates", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_idle_cores", b"num_idle_cores", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "recent_steps", b"recent_steps", "tenant_pins", b"tenant_pins", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_idle_cores: _TypeAlias = _typing.Literal["num_idle_cores"]  # noqa: Y015
     _WhichOneofArgType__num_idle_cores: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores"]  # noqa: Y015

@@ -45,6 +45,16 @@ def test_status_names_workers_whose_answers_may_go_on_differently_elsewhere() ->
     assert "ready, no exact resume" in shown.get()
 
 
+def test_status_names_the_ranks_of_workers_that_have_several() -> None:
+    views = [worker_view(name, worker_pb2.WORKER_ROLE_DECODE) for name in ("d0", "d1")]
+    views[0].status.num_ranks, views[1].status.num_ranks = 3, 1
+    status = record(ClusterStatus, pb.GetClusterStatusResponse(workers=views))
+    with out.capture() as shown:
+        out.print(status_view([AskedRouter(address="a:1", status=status)]))
+    assert "ready, 3 ranks" in shown.get()
+    assert "1 rank" not in shown.get()
+
+
 def test_status_says_why_the_controller_does_not_supervise(
     run: Run, address: str, folder: Path, lifecycle: FakeLifecycle
 ) -> None:
