@@ -195,8 +195,13 @@ def one_more_decoder(pool: DiagnosedPool, *, refills: bool = False) -> Suggested
     )
 
 
-def fewer_weight_bits(pool: DiagnosedPool) -> SuggestedChange:
-    """Return the most that int8 and int4 weights could save of a decode step."""
+def fewer_weight_bits(pool: DiagnosedPool, reader: DiagnosedPool) -> SuggestedChange | None:
+    """Return the most that int8 and int4 weights could save of a decode step.
+
+    None where a worker of either pool has ranks, among which such weights cannot be cut.
+    """
+    if any(worker.status.num_ranks > 1 for worker in (*pool.workers, *reader.workers)):
+        return None
     decode_s, weights_s = pool.total("decode_s"), pool.total("decode_weights_s")
     if not weights_s or not decode_s:
         return SuggestedChange(text="int8 or int4 weights: cannot tell, the workers have not measured their memory")

@@ -101,6 +101,11 @@ def _decode_steps(view: DiagnosisInput) -> list[DiagnosisFinding]:
     lone = "not known yet" if alone is None else short_time(alone_s)
     decode_s = mean(view.requests, lambda each: each.decode_s)
     preempted = sum(worker.status.num_preemptions for worker in pool.workers)
+    options = [
+        changes.one_more_decoder(pool, refills=_is_awaited(view)),
+        changes.fewer_weight_bits(pool, view.reader),
+        changes.speculation(pool),
+    ]
     return [
         DiagnosisFinding(
             cause=Cause.DECODE,
@@ -110,11 +115,7 @@ def _decode_steps(view: DiagnosisInput) -> list[DiagnosisFinding]:
                 f"a decode step takes {short_time(step_s)}, {lone} for a sequence alone: batches of"
                 f" {pool.mean_batch:.1f} with {pool.mean_context:.0f} KV tokens each{describe_walls(pool)}"
             ),
-            options=(
-                changes.one_more_decoder(pool, refills=_is_awaited(view)),
-                changes.fewer_weight_bits(pool),
-                changes.speculation(pool),
-            ),
+            options=tuple(each for each in options if each is not None),
         ),
         DiagnosisFinding(
             cause=Cause.DECODE_STALLS,

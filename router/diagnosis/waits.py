@@ -71,7 +71,7 @@ def _decode_wall(view: DiagnosisInput, wait: WaitCause, what: str, *, instead: s
     pool, wait_s = view.decoder, mean_wait_s(view.in_line, wait)
     options = [
         changes.more_answers(pool, instead),
-        changes.fewer_weight_bits(pool),
+        changes.fewer_weight_bits(pool, view.reader),
         changes.other_split(view.reader, pool),
     ]
     return DiagnosisFinding(

@@ -94,6 +94,19 @@ def test_large_batches_are_bound_by_decode_and_the_changes_say_what_they_bring()
     assert "no token was drafted" in first.changes[2]
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_workers_with_ranks_are_not_advised_to_round_weights_which_ranks_refuse(role: str) -> None:
+    pools = {
+        "prefill": make_pool("prefill", make_worker("p0")),
+        "decode": make_pool("decode", make_worker("d0", busy=5 / 6, batch=20.0)),
+    }
+    pools[role].workers[0].status.num_ranks = 2
+    waits = Waits({WaitCause.DECODE_PACE: 2.0})
+    found = find(make_view(replace(USUAL, line_s=2.0, waits=waits, ttft_s=2.6, tpot_s=0.05), **pools))
+    assert {Cause.DECODE, Cause.DECODE_PACE} <= {each.cause for each in found}
+    assert not any("weights:" in text for each in found for text in each.changes)
+
+
 def test_gaps_that_steps_do_not_explain_are_stalls() -> None:
     (first, *_) = find(make_view(replace(USUAL, tpot_s=0.08)))
     assert first.cause is Cause.DECODE_STALLS

@@ -83,7 +83,9 @@ def test_decode_worker_without_idle_cores_leaves_a_step_between_its_bounds() -> 
 def test_worker_that_measured_no_floor_promises_nothing_of_fewer_bits() -> None:
     status = worker_pb2.WorkerStatus(recent_steps=[worker_pb2.StepTotals(window_s=60.0, decode_s=3.0)])
     pool = make_pool("decode", DiagnosedWorker(worker_id=WorkerId("d0"), status=status, timing=TIMING, block_size=16))
-    assert "cannot tell" in changes.fewer_weight_bits(pool).text
+    bits = changes.fewer_weight_bits(pool, pool)
+    assert bits is not None
+    assert "cannot tell" in bits.text
 
 
 def test_wait_in_an_idle_pool_is_predicted_like_any_other() -> None:
