@@ -53,7 +53,13 @@ class Forecaster:
         return min(max(self._ttft[kind].factor(MOST), 1.0), MAX_ERROR)
 
     def gap_error(self) -> float:
-        """Return by which factor most mean gaps are longer than predicted."""
+        """Return by which factor most mean gaps are longer than predicted.
+
+        Answers that join a batch later make its gaps longer, too, and count on purpose: while load rises, workers are
+        filled to less than the objective, by at most MAX_ERROR, since reports lag and routers do not see each other's
+        choices. The factor reaches that only where batches grow by nearly half during an answer, and forgets a rise
+        when WINDOW answers have ended after it. The planner does not read it: no worker is started because of it.
+        """
         return min(max(self._tpot.factor(MOST), 1.0), MAX_ERROR)
 
     def tpot(self, plan: Plan) -> DurationForecast | None:

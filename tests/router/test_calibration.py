@@ -131,6 +131,14 @@ def test_batches_allow_for_gaps_that_are_longer_than_predicted_within_bounds(act
     assert forecaster.gap_error() == pytest.approx(factor)
 
 
+def test_batches_are_filled_to_the_objective_again_when_load_no_longer_rises() -> None:
+    forecaster, plan = Forecaster(), replace(REMOTE, predicted_tpot_s=0.02)
+    for actual_s, factor in ((0.03, MAX_ERROR), (0.02, 1.0)):
+        for _ in range(WINDOW):
+            forecaster.learn(replace(decision(forecaster, plan, ttft_s=1.0), tpot_s=actual_s))
+        assert forecaster.gap_error() == pytest.approx(factor)
+
+
 def test_plan_without_predictions_or_after_the_first_token_has_no_ttft_forecast() -> None:
     forecaster, bare = Forecaster(), replace(REMOTE, predicted_ttft_s=None, predicted_tpot_s=None)
     assert (forecaster.ttft(REQUEST, bare), forecaster.tpot(bare)) == (None, None)
