@@ -1,10 +1,10 @@
 // Attention of new tokens, tile of keys by tile of keys: keys and values are packed once and then multiplied with all
-// query rows, those of a chunk or those of a single token.
+// query rows of a chunk; for those of a single token vectors take them where they lie (row_products.h).
 //
 // Both in one way, so that a token has the same bits whether it was decoded, read in a chunk or read again elsewhere:
 // tiles and splits begin at multiples of their sizes, and the tiles of a split, then the splits, are added up in order.
 #pragma once
-#include "tile_packing.h"
+#include "row_products.h"
 
 namespace kvrelay {
 
@@ -115,30 +115,53 @@ inline void hide(float* row, int64_t first_key, int64_t position, Window window)
 // Keys of a tile that are multiplied if `count` are left: whole panels, and runs of registers.
 inline int64_t multiplied_keys(int64_t count) { return std::min(kTileKeys, (count + kPanel - 1) / kPanel * kPanel); }
 
+// Turn the scores of `rows` query rows into weights, and rescale what they have summed before, from row `own` of `partial`
+// on. Row r is at position first + (skipped + r) / group.
+template <typename T>
+inline void soften_tile(const Step& step, Window window, int64_t at, int64_t first, int64_t skipped, int64_t rows,
+                        TileBuffers<T>& tile, Partial& partial, int64_t own) {
+    int64_t dim = step.head_dim, last = first + (skipped + rows - 1) / step.group();
+    bool is_whole = at + kTileKeys - 1 <= first && at >= window.first_visible(last);
+    for (int64_t r = 0; r < rows; r++) {
+        float* row = tile.scores.data() + r * kTileKeys;
+        if (!is_whole) hide(row, at, first + (skipped + r) / step.group(), window);
+        soften(row, step.scale, tile.weights.data() + r * kTileKeys, partial.peaks[own + r], partial.sums[own + r],
+               partial.out.data() + (own + r) * dim, dim);
+    }
+}
+
 // Add `keys` packed keys, the first of which is `at`, to what `rows` query rows have summed, from row `own` of `partial`
 // on. Query row r is at position first + r / group. Rows that see none of the keys are passed over, as many whole tiles
 // of them as there are at either end.
 template <typename T>
 inline void add_tile(const Step& step, Window window, int64_t at, int64_t keys, const T* queries, int64_t rows,
                      int64_t first, TileBuffers<T>& tile, Partial& partial, int64_t own) {
-    int64_t dim = step.head_dim, last = first + (rows - 1) / step.group();
+    int64_t dim = step.head_dim;
     auto sees = [&](int64_t row) { return window.first_visible(first + row / step.group()) < at + kTileKeys; };
     int64_t blind = std::max<int64_t>(0, at - first) * step.group() / kTiledRows * kTiledRows;
     int64_t end = (rows - 1) / kTiledRows * kTiledRows;  // where the last tile of rows begins
     while (end > blind && !sees(end)) rows = end, end -= kTiledRows;
     queries += blind * dim, rows -= blind, own += blind;
-    float* out = partial.out.data() + own * dim;
     multiply_tile<Into::kStore, T>(
         {queries, dim}, rows, dim, {tile.keys.data(), panel_size<T>(dim)}, keys, {tile.scores.data(), kTileKeys});
-    bool is_whole = at + kTileKeys - 1 <= first && at >= window.first_visible(last);
-    for (int64_t r = 0; r < rows; r++) {
-        float* row = tile.scores.data() + r * kTileKeys;
-        if (!is_whole) hide(row, at, first + (blind + r) / step.group(), window);
-        soften(row, step.scale, tile.weights.data() + r * kTileKeys, partial.peaks[own + r], partial.sums[own + r],
-               out + r * dim, dim);
-    }
+    soften_tile(step, window, at, first, blind, rows, tile, partial, own);
     multiply_tile<Into::kAdd, T>(
-        {tile.weights.data(), kTileKeys}, rows, keys, {tile.values.data(), kTileKeys * kPanel}, dim, {out, dim});
+        {tile.weights.data(), kTileKeys}, rows, keys, {tile.values.data(), kTileKeys * kPanel}, dim,
+        {partial.out.data() + own * dim, dim});
+}
+
+// The same for a decode token's `rows` query rows, with keys and values where they lie, from `column` on.
+template <typename T, typename Meanwhile>
+inline void add_rows(const Step& step, Window window, int64_t at, int64_t keys, const TileRows<T>& found, int64_t column,
+                     const T* queries, int64_t rows, int64_t position, TileBuffers<T>& tile, Partial& partial, int64_t own,
+                     Meanwhile& meanwhile) {
+    int64_t dim = step.head_dim;
+    with_count<kMaxRows>(int(rows), [&](auto count) {
+        score_keys<count>(queries, found.keys, keys, column, dim, tile.scores.data(), meanwhile);
+        soften_tile(step, window, at, position, 0, rows, tile, partial, own);
+        float* out = partial.out.data() + own * dim;
+        add_values<count>(tile.weights.data(), found.values, keys, column, dim, out, meanwhile);
+    });
 }
 
 // Tokens [item.begin, item.end) of a chunk, query heads of one key head.
@@ -216,19 +239,22 @@ void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, cons
         int64_t keys = multiplied_keys(item.end - at), next_count = 0;
         if (at + kTileKeys < item.end) next_count = find(item, at + kTileKeys, tiles[1 - now]);
         else if (after) next_count = find(*after, first_tile(*after), tiles[1 - now]);
-        // A little of the next tile at a time, in the order of memory, while this one is packed: many requests at once
-        // are dropped.
+        // A little of the next tile at a time, while this one is multiplied: many requests at once are waited for.
         int64_t key_times = keys / kLanes * (dim / Format<T>::kPack / kLanes);
-        int64_t times = heads * (key_times + dim / kPanel * (keys / kMeanwhileKeys)), time = 0;
-        auto fetch_next = [&] {
-            next.prefetch(next_count * time / times, next_count * (time + 1) / times, heads * dim);
-            time++;
-        };
+        int64_t times = heads * (key_times + dim / kPanel * (keys / kMeanwhileKeys));
+        FetchAhead<T> fetch_next(next, next_count, heads * dim, times);
         for (int64_t head = 0; head < heads; head++) {
+            const T* of_head = buffers.queries.data() + head * rows * dim;
+            int64_t position = step.context_lens[item.seq] - 1, own = head * rows;
+            if constexpr (kHasRowProducts)
+                if (group <= kMaxRows && !has_tiles()) {  // which take packed panels
+                    add_rows(step, layer.window, at, keys, tile, head * dim, of_head, group, position, buffers, partial,
+                             own, fetch_next);
+                    continue;
+                }
             pack_keys(tile.keys, keys, head * dim, dim, buffers.keys.data(), fetch_next);
             pack_values(tile.values, keys, head * dim, dim, buffers.values.data(), fetch_next);
-            add_tile(step, layer.window, at, keys, buffers.queries.data() + head * rows * dim, group,
-                     step.context_lens[item.seq] - 1, buffers, partial, head * rows);
+            add_tile(step, layer.window, at, keys, of_head, group, position, buffers, partial, own);
         }
     }
 }

@@ -16,7 +16,7 @@ constexpr int64_t kMeanwhileKeys = 8;  // whose values are packed between two ti
 // called now and then.
 template <typename T, typename Meanwhile>
 inline void pack_keys(
-    const T* const* keys, int64_t count, int64_t column, int64_t dim, T* packed, Meanwhile meanwhile) {
+    const T* const* keys, int64_t count, int64_t column, int64_t dim, T* packed, Meanwhile& meanwhile) {
     constexpr int pack = Format<T>::kPack;
     int64_t steps = dim / pack;
     for (int64_t first = 0; first < count; first += kLanes) {
@@ -34,7 +34,7 @@ inline void pack_keys(
 // Pack values [count][dim], from `column` on, as B: panels of 32 columns, whose depth are kTileKeys keys.
 template <typename Meanwhile>
 inline void pack_values(
-    const float* const* values, int64_t count, int64_t column, int64_t dim, float* packed, Meanwhile meanwhile) {
+    const float* const* values, int64_t count, int64_t column, int64_t dim, float* packed, Meanwhile& meanwhile) {
     for (int64_t d = column; d < column + dim; d += kPanel, packed += kTileKeys * kPanel)
         for (int64_t k = 0; k < count; k++) {
             if (k % kMeanwhileKeys == 0) meanwhile();
@@ -43,7 +43,7 @@ inline void pack_values(
 }
 template <typename Meanwhile>
 inline void pack_values(
-    const bf16* const* values, int64_t count, int64_t column, int64_t dim, bf16* packed, Meanwhile meanwhile) {
+    const bf16* const* values, int64_t count, int64_t column, int64_t dim, bf16* packed, Meanwhile& meanwhile) {
     for (int64_t d = column; d < column + dim; d += kPanel, packed += kTileKeys * kPanel)
         for (int64_t k = 0; k < count; k += 2) {
             if (k % kMeanwhileKeys == 0) meanwhile();
