@@ -1,8 +1,10 @@
 """Engine tests compute on one thread: parallel runs must not compete for cores, and sums keep their order."""
 
 import functools
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,17 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _rates(rates_measured_once: None) -> None:
     pass
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork ranks, in tests of what they compute."""
+    from tests.engine.forked_ranks import ForkedRank
+
+    monkeypatch.setattr(
+        "engine.ranks.leader.subprocess",
+        SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -88,6 +88,7 @@ def test_verified_rows_have_the_bits_of_steps_of_their_own(model_dir: Path, dtyp
             assert torch.equal(*pages)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("kv_dtype", "num_prompt_tokens", "depth", "num_ranks"),
     [

@@ -44,6 +44,7 @@ def answer(folder: Path, num_ranks: int, **options: Any) -> tuple[list[list[int]
     return answers, [pages_of(executor, each) for each in asked]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("name", "sizes", "options", "num_ranks"),
     [
@@ -74,6 +75,7 @@ def test_ranks_in_torch_give_the_answers_and_nearly_the_pages_of_one(
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("options", "atol"), [({"dtype": "bfloat16"}, 0.125), ({"kv_dtype": "int8"}, 0.05)], ids=["bfloat16", "int8"]
 )
@@ -93,6 +95,7 @@ def test_ranks_in_torch_of_few_bits_come_close_and_promise_no_exact_resume(
     np.testing.assert_allclose(states[1], states[0], atol=atol)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_prompt_of_two_ranks_in_torch_is_continued_by_one_and_resumed_by_three(tmp_path: Path) -> None:
     save(tmp_path, "llama", num_key_value_heads=6)
     prompt = [*make_prompt(3 * BLOCK_SIZE, seed=3), 1]
@@ -116,6 +119,7 @@ def test_a_prompt_of_two_ranks_in_torch_is_continued_by_one_and_resumed_by_three
     assert known == [*prompt, *expected]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_pages_that_a_sequence_enters_hold_nothing_of_their_last_user_in_any_rank(llama: Path) -> None:
     answers = []
     for num_ranks in (1, 2):

@@ -49,6 +49,7 @@ def load_device_ranks(folder: Path, num_ranks: int) -> CudaExecutor:
     return load_ranks(ModelDescription.read(options), options)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("name", "sizes", "num_ranks"),
     [
