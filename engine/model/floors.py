@@ -19,8 +19,8 @@ _MATMUL_SIZES = (256, 1024, 2048)
 _NUM_RUNS = 4
 _CUDA_REPEATS = 32
 """Operations of a run on a GPU: one alone takes no longer than its launch."""
-_LONG_S = 0.25
-"""Longest product that is tried, as the smaller ones predict it."""
+_LONG_S = 0.1
+"""Longest product that is tried, as the smaller ones predict it: beyond it, their rate is that of larger ones, too."""
 _READ_BYTES_AT_START, _CUDA_READ_BYTES_AT_START = 1 << 27, 1 << 29
 """Several times the last cache, which on a GPU has 50 MiB (Hopper) or 126 MiB (Blackwell)."""
 
