@@ -38,15 +38,31 @@ _HOSTS = "tests/hosts"
 _WAITING = (
     _HOSTS,
     "tests/e2e/test_controller.py",
-    "tests/e2e",
-    "tests/cluster/test_",
-    "tests/measure/experiment/test_real.py",
+    "tests/e2e/test_oracle.py",
     "tests/measure/load/test_run.py",
-    "tests/benchmarks/test_quick_runs.py",
+    "tests/measure/experiment/test_real.py",
+    "tests/router/test_held_loop.py",
+    "tests/e2e/test_document_commands.py",
+    "tests/e2e/test_process_failures.py",
+    "tests/e2e/test_ranks.py",
+    "tests/e2e/test_tls.py",
+    "tests/e2e",
     "tests/common/test_rpc",
+    "tests/benchmarks/test_quick_runs.py",
+    "tests/cluster/test_",
     "tests/foreign",
 )
-"""Tests that mostly wait for processes to start, end or stop, and the other end-to-end tests; the longest first."""
+"""Tests that mostly wait for processes to start, end or stop, one that times a process, and the other end-to-end tests;
+the longest first, so that none of them runs alone at the end."""
+_COMPUTING = (
+    "tests/engine/triton_kernels/test_compile.py",
+    "tests/benchmarks/test_cuda_smoke.py",
+    "tests/measure/simulate/test_chaos.py",
+    "tests/engine/test_ranks.py",
+    "tests/engine",
+    "tests/measure",
+)
+"""The longest of the others, likewise."""
 _NICENESS = 5, 10
 """Niceness of processes that run waiting tests and of those that run the others. Tests on hosts have their own
 (tests/hosts/conftest.py)."""
@@ -88,7 +104,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _position(item.nodeid, _WAITING))
+    items.sort(key=lambda item: _position(item.nodeid, _WAITING + _COMPUTING))
 
 
 @pytest.hookimpl(optionalhook=True)
