@@ -12,6 +12,8 @@ from importlib import import_module
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from common.process import PARENT_PID_ENV, die_with_parent
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PROGRAMS = ["engine.ranks.follower", "engine.cuda.follower"]
 
@@ -54,8 +56,9 @@ class _Descriptor:
 
 
 def _main(program: str, environment: Mapping[str, str], *descriptors: _Descriptor) -> None:
+    os.environ.clear()
+    os.environ.update(environment, **{PARENT_PID_ENV: str(os.getppid())})
+    die_with_parent()  # the server, which ends with the tests
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    os.environ.clear()
-    os.environ.update(environment)
     import_module(program).main(*(each.fd for each in descriptors))
