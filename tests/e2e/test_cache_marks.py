@@ -2,15 +2,17 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
 
 from kvrelay.client import CacheMark, CacheWrite, Generation
 from tests.builders import BLOCK_SIZE
 from tests.e2e.in_process import System, running_system
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in ("a", "b")}
 SYSTEM = "You know the whole library by heart. " * 8
@@ -28,6 +30,13 @@ async def serving(router: dict[str, Any] = REMOTE, *, cache_gib: float = 1.0, **
     options = router | {"http_port": 0}
     async with running_system(router=options, tenants=tenants, **({"num_blocks": 400} | fake)) as served:
         yield served
+
+
+def official_client(served: System) -> "AsyncAnthropic":
+    from anthropic import AsyncAnthropic  # takes a second to import, in most processes for nothing
+
+    url = f"http://127.0.0.1:{served.router.http_port}"
+    return AsyncAnthropic(base_url=url, api_key=KEYS["a"], max_retries=0)
 
 
 async def post(served: System, path: str, tenant: str, **body: Any) -> dict[str, Any]:
@@ -85,14 +94,12 @@ async def test_what_a_mark_writes_is_told_once_and_read_afterwards() -> None:
 @pytest.mark.parametrize("router", [REMOTE, LOCAL], ids=["remote", "local"])
 async def test_official_client_learns_of_a_stream_what_was_written_for_which_time(router: dict[str, Any]) -> None:
     fields: Any = GREEDY | {"max_tokens": 3, "messages": [{"role": "user", "content": ASKED * 4}]}
-    async with serving(router) as served:
-        url = f"http://127.0.0.1:{served.router.http_port}"
-        async with AsyncAnthropic(base_url=url, api_key=KEYS["a"], max_retries=0) as client:
-            async with client.messages.stream(cache_control=HOUR, **fields) as stream:
-                first = (await stream.get_final_message()).usage
-            second = (await client.messages.create(**fields)).usage
-            async with client.messages.stream(cache_control=HOUR, **fields) as stream:
-                third = (await stream.get_final_message()).usage
+    async with serving(router) as served, official_client(served) as client:
+        async with client.messages.stream(cache_control=HOUR, **fields) as stream:
+            first = (await stream.get_final_message()).usage
+        second = (await client.messages.create(**fields)).usage
+        async with client.messages.stream(cache_control=HOUR, **fields) as stream:
+            third = (await stream.get_final_message()).usage
     assert first.cache_creation is not None and first.cache_creation_input_tokens
     assert first.cache_creation.ephemeral_1h_input_tokens == first.cache_creation_input_tokens
     assert third == second and third.cache_read_input_tokens == first.cache_creation_input_tokens
@@ -102,15 +109,13 @@ async def test_official_client_learns_of_a_stream_what_was_written_for_which_tim
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompt_that_is_sent_ahead_without_tokens_to_generate_is_found_later(stream: bool) -> None:
     fields: Any = GREEDY | {"messages": [{"role": "user", "content": ASKED * 4}], "cache_control": HOUR}
-    async with serving() as served:
-        url = f"http://127.0.0.1:{served.router.http_port}"
-        async with AsyncAnthropic(base_url=url, api_key=KEYS["a"], max_retries=0) as client:
-            if stream:
-                async with client.messages.stream(max_tokens=0, **fields) as events:
-                    ahead = await events.get_final_message()
-            else:
-                ahead = await client.messages.create(max_tokens=0, **fields)
-            later = await client.messages.create(max_tokens=3, **fields)
+    async with serving() as served, official_client(served) as client:
+        if stream:
+            async with client.messages.stream(max_tokens=0, **fields) as events:
+                ahead = await events.get_final_message()
+        else:
+            ahead = await client.messages.create(max_tokens=0, **fields)
+        later = await client.messages.create(max_tokens=3, **fields)
     assert (ahead.content, ahead.stop_reason, ahead.usage.output_tokens) == ([], "max_tokens", 0)
     assert ahead.usage.cache_creation_input_tokens == later.usage.cache_read_input_tokens
     assert later.usage.cache_creation_input_tokens == 0 < len(later.content)
