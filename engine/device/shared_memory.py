@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from engine.kv_store import NONCE_BYTES, SharedRegion
@@ -31,6 +32,9 @@ def allocate_region(
     os.ftruncate(fd, size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     memory = mmap.mmap(fd, size_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     weakref.finalize(memory, os.close, fd)  # peers find the region by this descriptor until it is freed
     nonce = secrets.token_bytes(NONCE_BYTES)
     memory[num_bytes:] = nonce
