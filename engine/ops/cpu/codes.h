@@ -163,15 +163,16 @@ struct CodeGroups {
     }
 
     // One head of a group's keys, or values. The processor's own prefetcher does not see through block tables.
-    void prefetch_keys(const CodeLayout& layout, int64_t head, int g) const {
+    // Inline, or else g++ may drop the calls: to it a function that only fetches does nothing.
+    KVRELAY_INLINE void prefetch_keys(const CodeLayout& layout, int64_t head, int g) const {
         fetch(keys[g] + head * layout.group_bytes(), key_scales[g] + head * layout.group_scales(), layout);
     }
-    void prefetch_values(const CodeLayout& layout, int64_t head, int g) const {
+    KVRELAY_INLINE void prefetch_values(const CodeLayout& layout, int64_t head, int g) const {
         fetch(values[g] + head * layout.group_bytes(), value_scales[g] + head * layout.group_scales(), layout);
     }
 
   private:
-    static void fetch(const uint8_t* codes, const uint8_t* scales, const CodeLayout& layout) {
+    KVRELAY_INLINE static void fetch(const uint8_t* codes, const uint8_t* scales, const CodeLayout& layout) {
         for (int64_t i = 0; i < layout.group_bytes(); i += 64) __builtin_prefetch(codes + i);
         __builtin_prefetch(scales);
     }
