@@ -8,7 +8,7 @@ from measure.workload.spec import RecordedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What recorded sessions are divided by, and the most that is left of them."""
+    """By how much recorded sessions are made smaller and faster, and their largest sizes after that."""
 
     shrink: int
     """Divides lengths."""

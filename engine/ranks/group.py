@@ -39,8 +39,9 @@ class RankGroup:
         self.fd = os.memfd_create("kvrelay-ranks", os.MFD_CLOEXEC) if fd is None else fd
         """Memory file by which the ranks find each other.
 
-        Never closed: torch's store writes into the file of this number once more when it is collected, which whoever
-        holds it (the backend, a traceback) decides. By then a closed number would be that of another file.
+        Never closed: torch's store opens this number again when it is collected, and appends a record. That may be long
+        after this object, since the backend or a traceback can hold the store; a closed number would by then be that of
+        another file.
         """
         self._backend: Any = None
 

@@ -19,7 +19,7 @@ _PROGRAMS = ["engine.ranks.follower", "engine.cuda.follower"]
 
 
 class ForkedRank:
-    """What the first rank uses of a `subprocess.Popen` of `engine.ranks.__main__`."""
+    """Stands in for the `subprocess.Popen` of `engine.ranks.__main__`, with the methods that the first rank calls."""
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: object) -> None:
         program = command[-1 - len(pass_fds)]

@@ -26,7 +26,7 @@ _FACTS = struct.Struct("=qd")
 
 
 class HeldLoop:
-    """What a heart tells, in a file that two processes may map."""
+    """The longest time for which a loop was held, in a file that another process may map."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():

@@ -58,7 +58,7 @@ async def longest_s(held: HeldLoop, work: Callable[[], Awaitable[None]]) -> floa
 
 async def _beats(held: HeldLoop) -> None:
     num_before = held.num_beats
-    while held.num_beats < num_before + 3:  # noqa: ASYNC110 - the heart tells nobody
+    while held.num_beats < num_before + 3:  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(BEAT_S)
 
 
