@@ -157,7 +157,6 @@ async def serve_router(
     # Whatever the method is now: it may change while this router runs, the rule only with the generation.
     parts.orchestrator.has_coupled_drafts = serving.model.speculation.rule == "coupled"
     parts.orchestrator.demand.judge_by(slo)
-    parts.fleet.starts_prefill = serving.pools.prefill.count > 0
     parts.fleet.aliases, parts.fleet.configured_id = serving.model.aliases, serving.model.id
     tracer = make_tracer(serving.tracing, service="kvrelay-router", instance=credentials.identity.name)
     parts.orchestrator.traces.record_to(tracer, serving.tracing)

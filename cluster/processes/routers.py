@@ -33,8 +33,8 @@ _HURRY_S = 0.1
 _TIMEOUT_S = 2.0
 _SILENT_S = 5.0
 
-MembershipOf = Callable[[str], Sequence[router_admin_pb2.WorkerEndpoint]]
-"""Returns the workers that are sent to the router of that name."""
+MembershipOf = Callable[[str], router_admin_pb2.SetWorkersRequest]
+"""Returns what the router of that name is told of its workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class _Pusher:
 
     def __init__(
         self,
-        membership: Callable[[], Sequence[router_admin_pb2.WorkerEndpoint]],
+        membership: Callable[[], router_admin_pb2.SetWorkersRequest],
         connect: Connect,
         *,
         clock: Clock,
@@ -132,9 +132,8 @@ class _Pusher:
     async def _push(self, channel: grpc.aio.Channel) -> bool:
         """Return whether the router uses every worker that it was sent, drains none with requests, and stays."""
         stub = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-        request = router_admin_pb2.SetWorkersRequest(
-            workers=self._membership(), leaving=self._is_leaving, planner=self._plan()
-        )
+        request = self._membership()
+        request.MergeFrom(router_admin_pb2.SetWorkersRequest(leaving=self._is_leaving, planner=self._plan()))
         try:
             response = await stub.SetWorkers(request, timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

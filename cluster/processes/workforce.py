@@ -198,7 +198,7 @@ class Workforce:
         self.routers.worker_changed()
         await process.stop(self._grace.of(process.spec.role))
         self.processes.remove(process)
-        self._changed(process)
+        self._process_changed(process)
 
     async def stop(self) -> None:
         """Stop the routers, whose last requests need the workers, then the workers."""
@@ -274,9 +274,9 @@ class Workforce:
         members = (each for each in self._workers_beside(one) if each.life.standing is Standing.MEMBER)
         return [_peer(each) for each in members if each.address is not None and each.name not in leaving]
 
-    def _members_of(self, router: str) -> list[router_admin_pb2.WorkerEndpoint]:
-        """Return the workers that are sent to a router; none once it has been removed."""
-        return [
+    def _members_of(self, router: str) -> router_admin_pb2.SetWorkersRequest:
+        """Return what a router is told of the workers; it has none once it has been removed."""
+        members = [
             router_admin_pb2.WorkerEndpoint(
                 worker_id=process.name,
                 role=ROLE_NUMBERS[process.spec.role],
@@ -288,6 +288,8 @@ class Workforce:
             for process in self._workers_beside(own)
             if process.address is not None and process.life.is_known_to_routers
         ]
+        without_prefill = not self.workers(ProcessRole.PREFILL)
+        return router_admin_pb2.SetWorkersRequest(workers=members, without_prefill=without_prefill)
 
 
 def _peer(process: ManagedProcess) -> Peer:

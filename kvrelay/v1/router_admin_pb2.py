@@ -26,7 +26,7 @@ from kvrelay.v1 import controller_pb2 as kvrelay_dot_v1_dot_controller__pb2
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/v1/router_admin.proto\x12\nkvrelay.v1\x1a\x1bkvrelay/v1/controller.proto\x1a\x17kvrelay/v1/worker.proto\"l\n\x0eWorkerEndpoint\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x7f\n\x11SetWorkersRequest\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.kvrelay.v1.WorkerEndpoint\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\x12,\n\x07planner\x18\x03 \x01(\x0b\x32\x1b.kvrelay.v1.GetPlanResponse\"}\n\x0cWorkerHealth\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x14\n\x0cnum_attempts\x18\x03 \x01(\x01\x12\x12\n\nnum_failed\x18\x04 \x01(\x01\x12\x10\n\x08slowness\x18\x05 \x01(\x01\x12\x0f\n\x07is_slow\x18\x06 \x01(\x08\"\xa8\x02\n\x12SetWorkersResponse\x12\x11\n\tnum_ready\x18\x01 \x01(\r\x12?\n\tnum_users\x18\x02 \x03(\x0b\x32,.kvrelay.v1.SetWorkersResponse.NumUsersEntry\x12\x18\n\x10ready_worker_ids\x18\x03 \x03(\t\x12\x1a\n\x12leaving_worker_ids\x18\x04 \x03(\t\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12/\n\rworker_health\x18\x06 \x03(\x0b\x32\x18.kvrelay.v1.WorkerHealth\x12\x10\n\x08shortage\x18\x07 \x01(\t\x1a/\n\rNumUsersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"$\n\x10GetDemandRequest\x12\x10\n\x08window_s\x18\x01 \x01(\x01\"\x96\x01\n\x0cRequestShape\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_read_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_evicted_tokens\x18\x05 \x01(\r\"\xa9\x02\n\x06\x44\x65mand\x12\x10\n\x08window_s\x18\x01 \x01(\x01\x12\x13\n\x0bnum_arrived\x18\x02 \x01(\r\x12\x13\n\x0bnum_refused\x18\x03 \x01(\r\x12\x14\n\x0cnum_finished\x18\x04 \x01(\r\x12\x10\n\x08num_good\x18\x05 \x01(\r\x12(\n\x06shapes\x18\x06 \x03(\x0b\x32\x18.kvrelay.v1.RequestShape\x12\x12\n\nnum_queued\x18\x07 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x08 \x01(\x04\x12\x17\n\nttft_p90_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x17\n\ntpot_p90_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nburstiness\x18\x0b \x01(\x01\x42\r\n\x0b_ttft_p90_sB\r\n\x0b_tpot_p90_s\"\xec\x01\n\x0fWorkerCondition\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x12\n\nis_serving\x18\x03 \x01(\x08\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\x12$\n\x04load\x18\x05 \x01(\x0b\x32\x16.kvrelay.v1.LoadReport\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12(\n\x06timing\x18\x07 \x01(\x0b\x32\x18.kvrelay.v1.TimingReport\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\"e\n\x11GetDemandResponse\x12\"\n\x06\x64\x65mand\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Demand\x12,\n\x07workers\x18\x02 \x03(\x0b\x32\x1b.kvrelay.v1.WorkerCondition2\xab\x01\n\x12RouterAdminService\x12K\n\nSetWorkers\x12\x1d.kvrelay.v1.SetWorkersRequest\x1a\x1e.kvrelay.v1.SetWorkersResponse\x12H\n\tGetDemand\x12\x1c.kvrelay.v1.GetDemandRequest\x1a\x1d.kvrelay.v1.GetDemandResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/v1/router_admin.proto\x12\nkvrelay.v1\x1a\x1bkvrelay/v1/controller.proto\x1a\x17kvrelay/v1/worker.proto\"l\n\x0eWorkerEndpoint\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x98\x01\n\x11SetWorkersRequest\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.kvrelay.v1.WorkerEndpoint\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\x12,\n\x07planner\x18\x03 \x01(\x0b\x32\x1b.kvrelay.v1.GetPlanResponse\x12\x17\n\x0fwithout_prefill\x18\x04 \x01(\x08\"}\n\x0cWorkerHealth\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x14\n\x0cnum_attempts\x18\x03 \x01(\x01\x12\x12\n\nnum_failed\x18\x04 \x01(\x01\x12\x10\n\x08slowness\x18\x05 \x01(\x01\x12\x0f\n\x07is_slow\x18\x06 \x01(\x08\"\xa8\x02\n\x12SetWorkersResponse\x12\x11\n\tnum_ready\x18\x01 \x01(\r\x12?\n\tnum_users\x18\x02 \x03(\x0b\x32,.kvrelay.v1.SetWorkersResponse.NumUsersEntry\x12\x18\n\x10ready_worker_ids\x18\x03 \x03(\t\x12\x1a\n\x12leaving_worker_ids\x18\x04 \x03(\t\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12/\n\rworker_health\x18\x06 \x03(\x0b\x32\x18.kvrelay.v1.WorkerHealth\x12\x10\n\x08shortage\x18\x07 \x01(\t\x1a/\n\rNumUsersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"$\n\x10GetDemandRequest\x12\x10\n\x08window_s\x18\x01 \x01(\x01\"\x96\x01\n\x0cRequestShape\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_read_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_evicted_tokens\x18\x05 \x01(\r\"\xa9\x02\n\x06\x44\x65mand\x12\x10\n\x08window_s\x18\x01 \x01(\x01\x12\x13\n\x0bnum_arrived\x18\x02 \x01(\r\x12\x13\n\x0bnum_refused\x18\x03 \x01(\r\x12\x14\n\x0cnum_finished\x18\x04 \x01(\r\x12\x10\n\x08num_good\x18\x05 \x01(\r\x12(\n\x06shapes\x18\x06 \x03(\x0b\x32\x18.kvrelay.v1.RequestShape\x12\x12\n\nnum_queued\x18\x07 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x08 \x01(\x04\x12\x17\n\nttft_p90_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x17\n\ntpot_p90_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nburstiness\x18\x0b \x01(\x01\x42\r\n\x0b_ttft_p90_sB\r\n\x0b_tpot_p90_s\"\xec\x01\n\x0fWorkerCondition\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x12\n\nis_serving\x18\x03 \x01(\x08\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\x12$\n\x04load\x18\x05 \x01(\x0b\x32\x16.kvrelay.v1.LoadReport\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12(\n\x06timing\x18\x07 \x01(\x0b\x32\x18.kvrelay.v1.TimingReport\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\"e\n\x11GetDemandResponse\x12\"\n\x06\x64\x65mand\x18\x01 \x01(\x0b\x32\x12.kvrelay.v1.Demand\x12,\n\x07workers\x18\x02 \x03(\x0b\x32\x1b.kvrelay.v1.WorkerCondition2\xab\x01\n\x12RouterAdminService\x12K\n\nSetWorkers\x12\x1d.kvrelay.v1.SetWorkersRequest\x1a\x1e.kvrelay.v1.SetWorkersResponse\x12H\n\tGetDemand\x12\x1c.kvrelay.v1.GetDemandRequest\x1a\x1d.kvrelay.v1.GetDemandResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,24 +37,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETWORKERSRESPONSE_NUMUSERSENTRY']._serialized_options = b'8\001'
   _globals['_WORKERENDPOINT']._serialized_start=99
   _globals['_WORKERENDPOINT']._serialized_end=207
-  _globals['_SETWORKERSREQUEST']._serialized_start=209
-  _globals['_SETWORKERSREQUEST']._serialized_end=336
-  _globals['_WORKERHEALTH']._serialized_start=338
-  _globals['_WORKERHEALTH']._serialized_end=463
-  _globals['_SETWORKERSRESPONSE']._serialized_start=466
-  _globals['_SETWORKERSRESPONSE']._serialized_end=762
-  _globals['_SETWORKERSRESPONSE_NUMUSERSENTRY']._serialized_start=715
-  _globals['_SETWORKERSRESPONSE_NUMUSERSENTRY']._serialized_end=762
-  _globals['_GETDEMANDREQUEST']._serialized_start=764
-  _globals['_GETDEMANDREQUEST']._serialized_end=800
-  _globals['_REQUESTSHAPE']._serialized_start=803
-  _globals['_REQUESTSHAPE']._serialized_end=953
-  _globals['_DEMAND']._serialized_start=956
-  _globals['_DEMAND']._serialized_end=1253
-  _globals['_WORKERCONDITION']._serialized_start=1256
-  _globals['_WORKERCONDITION']._serialized_end=1492
-  _globals['_GETDEMANDRESPONSE']._serialized_start=1494
-  _globals['_GETDEMANDRESPONSE']._serialized_end=1595
-  _globals['_ROUTERADMINSERVICE']._serialized_start=1598
-  _globals['_ROUTERADMINSERVICE']._serialized_end=1769
+  _globals['_SETWORKERSREQUEST']._serialized_start=210
+  _globals['_SETWORKERSREQUEST']._serialized_end=362
+  _globals['_WORKERHEALTH']._serialized_start=364
+  _globals['_WORKERHEALTH']._serialized_end=489
+  _globals['_SETWORKERSRESPONSE']._serialized_start=492
+  _globals['_SETWORKERSRESPONSE']._serialized_end=788
+  _globals['_SETWORKERSRESPONSE_NUMUSERSENTRY']._serialized_start=741
+  _globals['_SETWORKERSRESPONSE_NUMUSERSENTRY']._serialized_end=788
+  _globals['_GETDEMANDREQUEST']._serialized_start=790
+  _globals['_GETDEMANDREQUEST']._serialized_end=826
+  _globals['_REQUESTSHAPE']._serialized_start=829
+  _globals['_REQUESTSHAPE']._serialized_end=979
+  _globals['_DEMAND']._serialized_start=982
+  _globals['_DEMAND']._serialized_end=1279
+  _globals['_WORKERCONDITION']._serialized_start=1282
+  _globals['_WORKERCONDITION']._serialized_end=1518
+  _globals['_GETDEMANDRESPONSE']._serialized_start=1520
+  _globals['_GETDEMANDRESPONSE']._serialized_end=1621
+  _globals['_ROUTERADMINSERVICE']._serialized_start=1624
+  _globals['_ROUTERADMINSERVICE']._serialized_end=1795
 # @@protoc_insertion_point(module_scope)

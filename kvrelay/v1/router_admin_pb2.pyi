@@ -63,8 +63,11 @@ class SetWorkersRequest(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     PLANNER_FIELD_NUMBER: _builtins.int
+    WITHOUT_PREFILL_FIELD_NUMBER: _builtins.int
     leaving: _builtins.bool
     """This router is about to leave: while this is set, it refuses new requests as if it were not there."""
+    without_prefill: _builtins.bool
+    """The cluster has no prefill worker, not even one that is down or starts: what only those compute is refused."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEndpoint]:
         """Every worker that should be used."""
@@ -79,10 +82,11 @@ class SetWorkersRequest(_message.Message):
         workers: _abc.Iterable[Global___WorkerEndpoint] | None = ...,
         leaving: _builtins.bool = ...,
         planner: _controller_pb2.GetPlanResponse | None = ...,
+        without_prefill: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["planner", b"planner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "planner", b"planner", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "planner", b"planner", "without_prefill", b"without_prefill", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -194,6 +194,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         async with error_boundary(context, "SetWorkers"):
             endpoints = _endpoints(request.workers)
             draining = {WorkerId(worker.worker_id) for worker in request.workers if worker.draining}
+            self._fleet.is_without_prefill = request.without_prefill
             num_ready = self._fleet.set_workers(endpoints, draining=draining)
             self._door.is_leaving = request.leaving
             if request.HasField("planner"):

@@ -77,8 +77,8 @@ class Fleet:
         """The served model; while no worker is ready, as last known; None before the first one."""
         self.aliases: tuple[str, ...] = ()
         """Further names under which clients ask for it."""
-        self.starts_prefill = True
-        """Whether the cluster begins with prefill workers (`pools.prefill.count`): if none is a member, one will be."""
+        self.is_without_prefill = False
+        """Whether the cluster has no prefill worker, not even one that is down or starts."""
         self.configured_id = ""
         """`model.id`, under which they may ask for it, too."""
         self._roster: Roster | None = None
@@ -127,21 +127,17 @@ class Fleet:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while self.model is None or not self.model.has_known(pool):
-                    if pool is AnswerPool.PREFILL and not self._expects_prefill():
+                while True:
+                    if pool is AnswerPool.PREFILL and self.is_without_prefill:
                         raise InvalidRequest(
-                            "cannot embed: prefill workers compute embeddings, and there are none"
-                            " (pools.prefill.count: 0); start one with `kvrelay scale prefill=1`"
+                            "cannot embed: prefill workers compute embeddings, and the cluster has none;"
+                            " start one with `kvrelay scale prefill=1`"
                         )
+                    if self.model is not None and self.model.has_known(pool):
+                        return self.model
                     await self._until_changed()
-                return self.model
         except TimeoutError:
             raise WorkerLost(f"no {pool.value} worker became ready within {timeout_s:g} s") from None
-
-    def _expects_prefill(self) -> bool:
-        """Whether a prefill worker is a member, ready or not, or will be one."""
-        roles = (member.endpoint.role for member in self._members.values())
-        return self.starts_prefill or worker_pb2.WORKER_ROLE_PREFILL in roles
 
     # Membership.
 

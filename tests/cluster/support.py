@@ -57,6 +57,8 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
         """What it reports of its workers' pages."""
         self.is_leaving = False
         """Whether it was last told to leave."""
+        self.is_without_prefill = False
+        """Whether it was last told that there is no prefill worker."""
         self.planner_mode = ""
         """What it was last told of the planner."""
         self.num_pushes = 0
@@ -71,6 +73,7 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
             self.workers = [(each.worker_id, each.role, each.address) for each in request.workers]
             self.draining = {each.worker_id for each in request.workers if each.draining}
             self.is_leaving = request.leaving
+            self.is_without_prefill = request.without_prefill
             self.planner_mode = request.planner.mode
             self.num_pushes += 1
             self._pushed.notify_all()

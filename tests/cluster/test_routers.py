@@ -45,11 +45,12 @@ class Pair:
         self.routers.router_changed(f"router-{index}", None, None)
 
 
-def membership(router: str) -> list[router_admin_pb2.WorkerEndpoint]:
-    return [
+def membership(router: str) -> router_admin_pb2.SetWorkersRequest:
+    workers = [
         router_admin_pb2.WorkerEndpoint(worker_id=name, role=worker_pb2.WORKER_ROLE_DECODE, address=f"{name}:1")
         for name in ("decode-0", "decode-1")
     ]
+    return router_admin_pb2.SetWorkersRequest(workers=workers)
 
 
 @asynccontextmanager

@@ -75,6 +75,21 @@ async def test_worker_killed_is_taken_out_restarted_and_put_back(tmp_path: Path)
         assert cluster.process("prefill-0").num_restarts == 0
 
 
+async def test_router_tells_a_pool_of_none_from_one_whose_worker_is_down(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        (prefill,) = cluster.supervisor.workforce.workers(ProcessRole.PREFILL)
+        identity = cluster.process("prefill-0").identity
+        assert identity is not None
+        identity.signal(signal.SIGKILL)
+        await cluster.router.until(lambda router: router.workers == _MEMBERS[1:])
+        assert not cluster.router.is_without_prefill
+
+        await cluster.router.until(lambda router: router.workers == _MEMBERS)
+        await cluster.supervisor.workforce.remove_worker(prefill)
+        await cluster.router.until(lambda router: router.is_without_prefill)
+        assert cluster.router.workers == _MEMBERS[1:]
+
+
 async def test_worker_that_keeps_dying_is_started_again_and_again(tmp_path: Path) -> None:
     async with make_cluster(tmp_path, decode_0=["--die-after-ready"]) as cluster, asyncio.TaskGroup() as tasks:
         tasks.create_task(cluster.run())

@@ -1,14 +1,13 @@
 """Embeddings over gRPC: the prefill pool answers alone, in the form asked for, and bad input is refused by field."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from common.block_hash import hash_blocks
-from common.config import ServingConfig, parse_config
 from common.errors import InvalidRequest, KvrelayError, PromptTooLong, UnknownModel
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1.router_admin_pb2 import SetWorkersRequest
 from tests.router.embeddings import LAST, MEAN, embedding_of, prefill_pool, unit, vector_of
 from tests.router.fake_service import HIDDEN_SIZE, hidden_of
 from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL, ROOT, FakeWorker, Shape
@@ -31,15 +30,25 @@ async def test_prefill_workers_alone_answer_while_no_decode_worker_is_known() ->
         assert (await cluster.until_idle()).num_completed == 1
 
 
-def _without_prefill() -> ServingConfig:
-    pools: Any = {"pools": {"prefill": {"count": 0}}, "router": {"http_port": None}}
-    return parse_config(pools, source="test")
-
-
 async def test_cluster_without_a_prefill_pool_refuses_at_once_and_says_what_to_do() -> None:
-    async with running_cluster(FakeWorker("d0", DECODE), config=_without_prefill()) as cluster:
+    async with running_cluster(FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)) as cluster:
+        decode, without = cluster.decode.endpoint, SetWorkersRequest(without_prefill=True)
+        without.workers.append(decode)
+        await cluster.embed(embedding_of())
+        await cluster.admin.SetWorkers(without)
         with pytest.raises(InvalidRequest, match=r"kvrelay scale prefill=1"):
             await cluster.embed(embedding_of())
+        await cluster.set_workers(cluster.prefill, cluster.decode)
+        await cluster.embed(embedding_of())
+
+
+async def test_embedding_that_waits_for_a_pool_is_refused_when_there_will_be_none() -> None:
+    async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
+        asked = asyncio.ensure_future(cluster.embed(embedding_of()))
+        await cluster.until(lambda router: router.num_request_tasks > 0)
+        await cluster.admin.SetWorkers(SetWorkersRequest(without_prefill=True))
+        with pytest.raises(InvalidRequest, match=r"kvrelay scale prefill=1"):
+            await asked
 
 
 async def test_embedding_waits_for_the_first_prefill_worker_of_a_pool_that_starts() -> None:
@@ -47,7 +56,7 @@ async def test_embedding_waits_for_the_first_prefill_worker_of_a_pool_that_start
     late.gates.close("describe")
     await late.start()
     try:
-        async with running_cluster(first, config=_without_prefill()) as cluster:
+        async with running_cluster(first) as cluster:
             await cluster.set_workers(first, late)
             asked = asyncio.ensure_future(cluster.embed(embedding_of()))
             await late.gates.reached("describe")
