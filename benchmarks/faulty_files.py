@@ -1,10 +1,16 @@
-"""Files of the disk tier that fail as told: the seam of `tier_faults.py` and of tests."""
+"""Files of the disk tier that fail as told: the seam of `tier_faults.py`, `tier_faults_worker.py` and tests."""
 
 import errno
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from kv_tiers.files import Files
+
+_SLOW_S = 0.06
+"""A read of this time takes longer than computing."""
 
 
 class Killed(BaseException):
@@ -58,3 +64,62 @@ def failing(code: int, *names: str) -> Callable[[Path, int], None]:
             raise OSError(code, "injected")
 
     return fail
+
+
+class WorkerFiles(FaultyFiles):
+    """Files of one worker's disk with faults that are armed, and what has happened. Any thread."""
+
+    def __init__(self, counts: "Counter[str]") -> None:
+        super().__init__()
+        self.before_read, self.before_write = self._before_read, self._before_write
+        self.counts = counts
+        self.armed: Counter[str] = Counter()
+        self.on_read: Callable[[], object] | None = None
+        """Called once, in the thread that reads."""
+        self.is_dead = False
+        self._lock = threading.Lock()
+
+    def fires(self, kind: str) -> bool:
+        """Use up one armed fault of a kind."""
+        with self._lock:
+            if self.armed[kind] <= 0:
+                return False
+            self.armed[kind] -= 1
+            self.counts[kind] += 1
+            return True
+
+    def open(self, path: Path) -> int:
+        """See `kv_tiers.files.Files`."""
+        self._check()
+        return super().open(path)
+
+    def _before_read(self, path: Path, num_bytes: int) -> int | None:
+        self._check()
+        if path.name != "blocks":
+            return None
+        with self._lock:
+            on_read, self.on_read = self.on_read, None
+        if on_read is not None:
+            on_read()
+        if self.fires("slow read"):
+            time.sleep(_SLOW_S)
+        if self.fires("read error"):
+            raise OSError(errno.EIO, "injected")
+        return max(1, num_bytes // 2) if self.fires("short read") else None
+
+    def _before_write(self, _path: Path, num_bytes: int) -> int | None:
+        self._check()
+        if not num_bytes:  # a removal
+            return None
+        if self.fires("disk full"):
+            raise OSError(errno.ENOSPC, "injected")
+        if self.fires("write error"):
+            raise OSError(errno.EIO, "injected")
+        if self.fires("killed while it writes"):
+            self.is_dead = True
+            return num_bytes // 2
+        return None
+
+    def _check(self) -> None:
+        if self.is_dead:
+            raise OSError(errno.EIO, "the process has ended")
