@@ -8,10 +8,10 @@ buffers and takes no pages (`offloaded.py`): a puller on this host copies it fro
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -24,11 +24,12 @@ from common.trust.guard import caller
 from common.trust.tickets import PullRight, check_ticket, of_blocks, of_handoff
 from common.wire import message_of, pack_tokens
 from common.wire_names import TRANSPORT_NUMBERS
-from engine.kv_store import PIECE_BYTES, KvShape, KvStore, page_bytes_of
+from engine.kv_store import PIECE_BYTES, KvStore, page_bytes_of
 from engine.thread import EngineDriver
 from engine.window_ids import NO_WINDOWS
 from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
 from kv_transfer.offloaded import Offloaded, OffloadedBlocks, ReadAhead
+from kv_transfer.puller_stream import PullerStream
 from kv_transfer.transports.grpc_chunks import GrpcChunks
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.transports.shared_memory import SharedMemory
@@ -58,13 +59,6 @@ class ServeSettings:
     """Most bytes of a message with such blocks."""
 
 
-class _Puller(NamedTuple):
-    """The other end of one stream."""
-
-    requests: AsyncIterator[pb.FetchBlocksRequest]
-    context: grpc.aio.ServicerContext[Any, Any]
-
-
 class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     """Serves the blocks of one worker. `track` counts running calls, `on_bytes(transport, n)` bytes.
 
@@ -91,7 +85,9 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     async def DescribePages(  # noqa: D102
         self, request: pb.DescribePagesRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DescribePagesResponse:
-        return pb.DescribePagesResponse(worker_id=self._settings.worker_id, layout=layout_to_proto(self._store.shape))
+        return pb.DescribePagesResponse(
+            worker_id=self._settings.worker_id, layout=message_of(worker_pb2.KvLayout, self._store.shape)
+        )
 
     # Handlers call `context.write`: the cleanup of an async generator would wait for its finalizer.
     async def FetchBlocks(  # type: ignore[override]  # noqa: D102
@@ -99,15 +95,14 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     ) -> None:
         async with error_boundary(context, "FetchBlocks"):
             with self._track():
-                opened = await self._next(request_iterator, late="the puller sent no request")
-                if opened is None or opened.WhichOneof("message") != "open":
-                    raise InvalidRequest("the first message must be open", field="message")
-                self._check(opened.open)
-                self._settings.check_pull(self._settings.worker_id, opened.open)
-                handoff = await self._attach(opened.open)
+                puller = PullerStream(request_iterator, context, timeout_s=self._settings.lease_ttl_s)
+                opened = await puller.opened()
+                self._check(opened)
+                self._settings.check_pull(self._settings.worker_id, opened)
+                handoff = await self._attach(opened)
                 try:
-                    await self._stream(handoff, opened.open, _Puller(request_iterator, context))
-                    await self._await_ack(request_iterator)
+                    await self._stream(handoff, opened, puller)
+                    await puller.acknowledged()
                     self._table.release(handoff)
                 finally:
                     self._table.abort(handoff, HandoffGone("the puller went away"))
@@ -154,14 +149,14 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         if opened.layout_fingerprint != self._store.shape.fingerprint:
             raise LayoutMismatch(f"layout {opened.layout_fingerprint} is not {self._store.shape.fingerprint}, as here")
 
-    async def _stream(self, handoff: Handoff, opened: pb.OpenFetch, puller: "_Puller") -> None:
+    async def _stream(self, handoff: Handoff, opened: pb.OpenFetch, puller: PullerStream) -> None:
         transport = self._settings.transports.choose(opened)
         reply = pb.FetchOpened(transport=worker_pb2.KvTransport.ValueType(transport.number))
         transport.describe(reply)
         staging = None if self._settings.offloaded is None else self._settings.offloaded.staging
         if staging is not None and opened.hash_root and self._settings.transports.can_stage(opened):
             reply.offloaded_memory.CopyFrom(staging)
-        await puller.context.write(pb.FetchBlocksResponse(opened=reply))
+        await puller.write([pb.FetchBlocksResponse(opened=reply)])
         next_block = opened.first_block
         while True:
             handoff.raise_if_aborted()
@@ -179,10 +174,10 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         is_staged = reply.HasField("offloaded_memory")
         manifest = await self._send_offloaded(handoff, opened, puller, is_staged=is_staged)
         sent = self._manifest(manifest, age_s=self._table.age_s(handoff))
-        await puller.context.write(pb.FetchBlocksResponse(manifest=sent))
+        await puller.write([pb.FetchBlocksResponse(manifest=sent)])
 
     async def _send_offloaded(
-        self, handoff: Handoff, opened: pb.OpenFetch, puller: "_Puller", *, is_staged: bool
+        self, handoff: Handoff, opened: pb.OpenFetch, puller: PullerStream, *, is_staged: bool
     ) -> HandoffManifest:
         """Send blocks that are outside the pages, behind those that the puller has by now; returns what it has then."""
         manifest, offloaded = handoff.manifest, self._settings.offloaded
@@ -212,9 +207,9 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 end += piece.num_blocks
                 if end < num_held:
                     reads.begin(wanted(end))
-                await self._write(piece.messages, puller)
+                await puller.write(piece.messages)
                 if is_staged:
-                    await self._await_taken(puller)
+                    await puller.taken()
                 self._on_bytes(via, piece.num_blocks * self._store.shape.block_bytes)
         if end == first:
             return manifest
@@ -226,21 +221,13 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             offloaded_wait_s=reads.waited_s,
         )
 
-    async def _write(self, messages: Iterable[pb.FetchBlocksResponse], puller: "_Puller") -> None:
-        try:
-            async with asyncio.timeout(self._settings.lease_ttl_s):
-                for message in messages:
-                    await puller.context.write(message)
-        except TimeoutError:
-            raise HandoffGone("the puller has stopped reading") from None
-
     async def _send(
         self,
         handoff: Handoff,
         page_ids: tuple[BlockId, ...],
         first_index: int,
         transport: Transport,
-        puller: "_Puller",
+        puller: PullerStream,
     ) -> None:
         """Send pages of one kind, the first of which has this index among the sequence's blocks, then window pages."""
         if not page_ids:
@@ -256,12 +243,12 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                     handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
                 else:
                     messages = seal(first_index + first, some)
-                await self._write(messages, puller)
+                await puller.write(messages)
                 self._on_bytes(transport.number, len(some) * page_bytes)
             while lending is not None and lending.num_lent:  # a transfer that waits for its prefill holds no slots
                 await self._take_back(lending, puller)
 
-    async def _lend(self, lending: Lending, puller: "_Puller") -> Seal:
+    async def _lend(self, lending: Lending, puller: PullerStream) -> Seal:
         """Return what fills the next slot, when there is one."""
         if lending.is_full:
             await self._take_back(lending, puller)
@@ -271,14 +258,9 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         except TimeoutError:
             raise HandoffGone("other transfers have all slots of the ring") from None
 
-    async def _take_back(self, lending: Lending, puller: "_Puller") -> None:
-        await self._await_taken(puller)
+    async def _take_back(self, lending: Lending, puller: PullerStream) -> None:
+        await puller.taken()
         lending.take_back()
-
-    async def _await_taken(self, puller: "_Puller") -> None:
-        message = await self._next(puller.requests, late="the puller does not say that it has taken its blocks")
-        if message is None or message.WhichOneof("message") != "taken":
-            raise HandoffGone("the puller left before it had taken its blocks")
 
     def _manifest(self, manifest: HandoffManifest, *, age_s: float) -> pb.Manifest:
         return message_of(
@@ -291,18 +273,6 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             hash_root=manifest.prefix.root if manifest.prefix is not None else b"",
         )
 
-    async def _await_ack(self, requests: AsyncIterator[pb.FetchBlocksRequest]) -> None:
-        message = await self._next(requests, late="the puller did not acknowledge the manifest")
-        if message is None or message.WhichOneof("message") != "ack":
-            raise HandoffGone("the puller left without an acknowledgement")
-
-    async def _next(self, requests: AsyncIterator[pb.FetchBlocksRequest], *, late: str) -> pb.FetchBlocksRequest | None:
-        try:
-            async with asyncio.timeout(self._settings.lease_ttl_s):
-                return await anext(requests, None)
-        except TimeoutError:
-            raise HandoffGone(late) from None
-
 
 def _caller_name() -> str:
     """Return the peer that the running call serves; empty where nothing guards the listener."""
@@ -310,11 +280,6 @@ def _caller_name() -> str:
         return caller().name
     except LookupError:
         return ""
-
-
-def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:
-    """Return the message for the shape of a block."""
-    return message_of(worker_pb2.KvLayout, shape)
 
 
 def check_by(credentials: Credentials) -> CheckPull:

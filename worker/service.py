@@ -21,7 +21,6 @@ from common.wire import message_of
 from common.wire_names import ROLE_NAMES
 from engine.interface import Engine
 from engine.work import StepFloors
-from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.peers import PeerProbe
@@ -61,7 +60,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return message_of(
             pb.DescribeWorkerResponse,
             *(executor.kv, executor, runtime),
-            layout=layout_to_proto(shape),
+            layout=message_of(pb.KvLayout, shape),
             hash_probe=hash_probe(hash_root(model_fingerprint=shape.fingerprint), shape.block_size),
             metrics_port=runtime.ports.metrics,
             kv_port=runtime.ports.kv,
@@ -151,7 +150,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def ProbePeer(self, request: pb.ProbePeerRequest, context: Context) -> pb.ProbePeerResponse:  # noqa: D102
         async with error_boundary(context, "ProbePeer"):
-            return await self._probe.reach(request, layout_to_proto(self._runtime.executor.kv.shape))
+            return await self._probe.reach(request, message_of(pb.KvLayout, self._runtime.executor.kv.shape))
 
     async def ForgetBlocks(self, request: pb.ForgetBlocksRequest, context: Context) -> pb.ForgetBlocksResponse:  # noqa: D102
         async with error_boundary(context, "ForgetBlocks"):

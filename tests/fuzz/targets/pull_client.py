@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError, Message
 from common.block_hash import hash_blocks
 from common.ids import BlockId
 from common.tokens import tokens_from_bytes
+from common.wire import message_of
 from engine.fake_model import token_kv
-from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import decode_pb2, kv_transfer_pb2_grpc, prefix_pb2, sequence_pb2, worker_pb2
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from measure.simulate.network import SimServer
@@ -113,7 +113,7 @@ class _Hostile(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
 def _described(world: World, source: Source, hints: Hints) -> pb.DescribePagesResponse:
     """Return what the source says of its pages."""
-    layout = layout_to_proto(world.decode.runtime.executor.kv.shape)
+    layout = message_of(worker_pb2.KvLayout, world.decode.runtime.executor.kv.shape)
     right = pb.DescribePagesResponse(worker_id="hostile", layout=layout)
     try:
         return pb.DescribePagesResponse.FromString(draw(source, [right], hints))
