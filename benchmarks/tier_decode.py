@@ -120,7 +120,7 @@ def _writing(config: TiersConfig, executor: Executor, lives: "array[int]") -> It
 
     async def offer() -> None:
         while True:
-            if tiers.num_waiting < _OFFERED:
+            if tiers.writes.num_waiting < _OFFERED:
                 tiers.take(StepReport(kv_events=NO_EVENTS, load=load, published=tuple(map(_block, range(_OFFERED)))))
             await asyncio.sleep(0.005)
 

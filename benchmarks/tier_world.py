@@ -152,7 +152,7 @@ class World:
             self.tally.seen[f"reads: {outcome.value}"] += count
         for outcome, count in runtime.prefixes.outcomes.items():
             self.tally.seen[f"pulls: {outcome.value}"] += count
-        self.tally.seen["blocks that had left their page"] += runtime.tiers.num_missed
+        self.tally.seen["blocks that had left their page"] += runtime.tiers.writes.num_missed
 
     async def restart(self, name: str) -> None:
         """Stop a worker and start it again on its folder."""

@@ -125,12 +125,12 @@ class RuntimeCollector(Collector):
         missed = CounterMetricFamily(
             "kvrelay_tier_missed", "Blocks that left their page before they were copied", labels=["worker", "role"]
         )
-        missed.add_metric(labels, tiers.num_missed)
+        missed.add_metric(labels, tiers.writes.num_missed)
         yield missed
         alarms = GaugeMetricFamily(
             "kvrelay_tier_alarms", "What is wrong with tiers now, as a number of alarms", labels=["worker", "role"]
         )
-        alarms.add_metric(labels, len(tiers.alarms))
+        alarms.add_metric(labels, len(tiers.writes.alarms))
         yield alarms
         blocks = CounterMetricFamily(
             "kvrelay_tier_events", "What happened to blocks of a tier", labels=["worker", "role", "tier", "event"]

@@ -88,9 +88,18 @@ def _counts(shape: TierShape, num_blocks: int) -> TierCounts:
 class SimWorkerTiers(WorkerTiers):
     """Writes at once, and reads in the time of the bytes. Event loop only."""
 
-    def __init__(self, tiers: SimTierBlocks, *, clock: Clock, gate: ReadGate, **options: Any) -> None:
+    def __init__(
+        self,
+        tiers: SimTierBlocks,
+        *,
+        clock: Clock,
+        gate: ReadGate,
+        on_changes: Callable[[KvEvents], None],
+        **options: Any,
+    ) -> None:
         """`options`: further ones of `WorkerTiers`."""
-        super().__init__(cast("Tiers", tiers), clock=clock, gate=gate, **options)
+        super().__init__(cast("Tiers", tiers), clock=clock, gate=gate, on_changes=on_changes, **options)
+        self._on_changes = on_changes
         self._on_read = gate.note_read
         self._blocks = tiers
         self._now_s: Callable[[], float] = clock.monotonic

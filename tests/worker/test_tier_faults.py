@@ -145,7 +145,7 @@ async def test_pages_of_a_read_that_was_given_up_are_not_written_any_more(
 async def test_a_worker_stops_though_a_write_into_its_tier_hangs(
     hung: HungTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.worker_tiers._FLUSH_S", 0.05)
+    monkeypatch.setattr("worker.tier_writes._FLUSH_S", 0.05)
     hung.hang_writes()
     async with running_pool({"prefill-0": {"tiers": hung.tiers}, "decode-0": {}}, ends_empty=False) as pool:
         await pool.pair("prefill-0", "decode-0").generate(prompt(1))

@@ -58,7 +58,7 @@ async def until_written(worker: RunningWorker) -> None:
     assert tiers is not None
     await until_empty(worker)
     async with asyncio.timeout(60):
-        while tiers.num_waiting:  # noqa: ASYNC110 - no event tells it
+        while tiers.writes.num_waiting:  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(0.001)
 
 
@@ -222,11 +222,11 @@ async def test_blocks_of_pages_given_away_before_their_turn_are_counted() -> Non
         worker = pool.workers["prefill-0"]
         tiers = worker.runtime.tiers
         assert tiers is not None
-        with held_calls(tiers, "_work_off"):
+        with held_calls(tiers.writes, "_work_off"):
             await pool.pair("prefill-0", "decode-0").generate(prompt(1))
             await fill_pages(pool)
         await until_written(worker)
-        assert tiers.num_missed > 0
+        assert tiers.writes.num_missed > 0
         assert not any(block_hash in tiers.tiers for block_hash in prompt(1).block_hashes)
 
 
