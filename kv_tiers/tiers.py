@@ -58,6 +58,11 @@ class TierStats:
     alarms: tuple[str, ...]
     """What is wrong now, and what to do."""
 
+    @property
+    def capacity(self) -> int:
+        """Most blocks, each counted once: the larger tier is written what the smaller one is."""
+        return max((counts.capacity for counts in self.tiers.values()), default=0)
+
 
 class Tiers:
     """Verified blocks. Any thread; calls block for their I/O, and one lock keeps the books, never during I/O."""

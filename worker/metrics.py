@@ -130,7 +130,7 @@ class RuntimeCollector(Collector):
         alarms = GaugeMetricFamily(
             "kvrelay_tier_alarms", "What is wrong with tiers now, as a number of alarms", labels=["worker", "role"]
         )
-        alarms.add_metric(labels, len(tiers.writes.alarms))
+        alarms.add_metric(labels, len(tiers.writes.stats.alarms))
         yield alarms
         blocks = CounterMetricFamily(
             "kvrelay_tier_events", "What happened to blocks of a tier", labels=["worker", "role", "tier", "event"]

@@ -242,5 +242,5 @@ def load_report(runtime: WorkerRuntime) -> pb.LoadReport:
         pb.LoadReport,
         runtime.load,
         prefill_backlog_s=runtime.backlog_s(),
-        tier_alarms=() if runtime.tiers is None else runtime.tiers.writes.alarms,
+        tier_alarms=() if runtime.tiers is None else runtime.tiers.writes.stats.alarms,
     )

@@ -12,9 +12,8 @@ import os
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from common.block_hash import BlockHashes
@@ -24,7 +23,7 @@ from common.kv_events import KvEvents
 from common.structured import end_all
 from engine.kv_store import KvStore
 from engine.published import PublishedBlock
-from kv_tiers.tiers import Tiers
+from kv_tiers.tiers import Tiers, TierStats
 from worker.held_blocks import HeldBlocks
 from worker.tier_reads import piece_blocks
 from worker.tier_threads import TierThreads
@@ -47,20 +46,6 @@ _FLUSH_S = 10.0
 """Time at the end for blocks that are not written yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Books:
-    """State of the tiers, and what has changed since the last one."""
-
-    capacity: int
-    """Most blocks in all tiers, each counted once."""
-    alarms: tuple[str, ...]
-    """What is wrong with the tiers, and what to do."""
-    changes: Sequence[Mapping[BlockHash, bool]]
-    """Blocks that came to the tiers or left them, in pieces."""
-    num_behind: int
-    """Blocks that the disk is to get from host memory."""
-
-
 class TierWrites:
     """Writes to the tiers of one worker. Event loop only, but for what runs in a thread. Close with `aclose`."""
 
@@ -77,10 +62,8 @@ class TierWrites:
         """`lives`: see `Engine.report_published`; `held` is brought up to date, and `on_changes` told."""
         self.num_missed = 0
         """Blocks that could not be copied, since they had left their pages or the tiers failed."""
-        self.alarms = tiers.stats().alarms
-        """What was wrong with the tiers at their last use, and what to do. Any thread."""
-        self.capacity = _capacity_of(tiers)
-        """Most blocks in all tiers, each counted once."""
+        self.stats = tiers.stats()
+        """State of the tiers at their last use. Any thread."""
         self.turn = asyncio.Lock()
         """Held while a piece is written and told of, and while blocks are forgotten."""
         self._tiers = tiers
@@ -187,21 +170,16 @@ class TierWrites:
 
     async def tell_changes(self) -> None:
         """Tell what has come to the tiers, or left them. Under `turn`: a later change is told later."""
-        books = await self.in_thread(self._close_books)
-        self.capacity, self.alarms, self._num_behind = books.capacity, books.alarms, books.num_behind
-        for i, changes in enumerate(books.changes):
+        changes, self.stats, self._num_behind = await self.in_thread(self._close_books)
+        for i in range(0, len(changes), _CHANGES_AT_ONCE):
             if i:
                 await asyncio.sleep(_PUBLISH_GAP_S)
-            self._on_changes(self._held.of_tiers(changes))
+            self._on_changes(self._held.of_tiers(dict(changes[i : i + _CHANGES_AT_ONCE])))
 
-    def _close_books(self) -> _Books:
+    def _close_books(self) -> tuple[Sequence[tuple[BlockHash, bool]], TierStats, int]:
+        """Return blocks that came or left since the last call, the state, and the number that the disk is to get."""
         changes = list(self._tiers.drain_changes().items())
-        return _Books(
-            capacity=_capacity_of(self._tiers),
-            alarms=self._tiers.stats().alarms,
-            changes=[dict(changes[i : i + _CHANGES_AT_ONCE]) for i in range(0, len(changes), _CHANGES_AT_ONCE)],
-            num_behind=self._tiers.num_behind,
-        )
+        return changes, self._tiers.stats(), self._tiers.num_behind
 
     def _next_piece(self) -> list[PublishedBlock]:
         piece: list[PublishedBlock] = []
@@ -250,8 +228,3 @@ def _step_back() -> None:
     copied, and hits of returning agents fell from 88 to 58 %.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-def _capacity_of(tiers: Tiers) -> int:
-    """Return the most blocks, each counted once: the larger tier is written what the smaller one is."""
-    return max((counts.capacity for counts in tiers.stats().tiers.values()), default=0)

@@ -89,7 +89,7 @@ class WorkerTiers:
     def measured(self, load: EngineLoad) -> EngineLoad:
         """Return a load with how full the tiers are."""
         num_held = len(self._held.in_tiers)  # more than the larger tier holds, where one has missed writes
-        return replace(load, num_tier_blocks=num_held, max_tier_blocks=max(self.writes.capacity, num_held))
+        return replace(load, num_tier_blocks=num_held, max_tier_blocks=max(self.writes.stats.capacity, num_held))
 
     async def snapshot(self, of_pages: KvEvents) -> KvEvents:
         """Return all blocks that the worker holds; `of_pages`: those in pages."""
@@ -112,7 +112,7 @@ class WorkerTiers:
         if self._may_return or self._reads.is_stuck:
             return "a read that was given up still waits for the disk: run it again when it has answered"
         disk = self.tiers.stats().tiers.get(DISK)
-        return "; ".join(self.writes.alarms) if disk is not None and not disk.capacity else ""
+        return "; ".join(self.writes.stats.alarms) if disk is not None and not disk.capacity else ""
 
     # ── back ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
