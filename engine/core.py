@@ -17,11 +17,10 @@ So plans are made before the tokens of one step are known; these are *pending*. 
 3. Pages are published in the prefix cache once their step is taken and their tokens are known (`Pages.publish`).
 4. Nothing is preempted while a step is in flight: when pages run out, all steps are taken before the next plan
    (`StepPlan.is_short`).
-5. When a step fails, all later steps in flight fail with it (`_fail`). A sequence whose logits are not finite fails
-   alone, with the others of its request.
+5. When a step fails, all later steps in flight fail with it (`FailedSteps`). A sequence whose logits are not finite
+   fails alone, with the others of its request.
 """
 
-import logging
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -30,14 +29,14 @@ from dataclasses import replace
 
 from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
-from common.errors import EngineFault, InvalidRequest, PromptTooLong, Refused
+from common.errors import Refused
 from common.ids import BlockHash, HashRoot, RequestId
 from common.kv_events import KvEvents
 from common.prefix_chains import PrefixChain
 from common.return_curve import ReturnCurve
 from common.timing import TimingModel
-from engine.events import EngineLoad, Failed, StepReport
-from engine.executor import DeviceBroken, Executor, StepResult
+from engine.events import EngineLoad, StepReport
+from engine.executor import Executor
 from engine.kv_store import has_windows
 from engine.pages.block_pool import BlockPool
 from engine.pages.cache_pins import CachePins
@@ -47,6 +46,8 @@ from engine.published import ForgottenPages
 from engine.request import EngineRequest
 from engine.sequence import Sequence, SequenceState
 from engine.steps.beam_groups import BeamGroups
+from engine.steps.failed_steps import FailedSteps
+from engine.steps.fit import check_fits, check_windows_fit
 from engine.steps.group import Emitted, Group, Groups, Sink
 from engine.steps.landing import Landing, Landings
 from engine.steps.load import measure_load
@@ -57,13 +58,7 @@ from engine.steps.planner import StepPlanner
 from engine.steps.scheduler import Scheduler, SchedulerLimits
 from engine.steps.speculator import Speculator
 
-logger = logging.getLogger(__name__)
-
 _MAX_ACCEPTED = 4096  # a bound for drivers that never call `report`
-
-MAX_FAILED_STEPS = 3
-"""Failed steps in a row, of different requests, after which the device counts as broken. Most errors of CUDA are proof
-at once (`engine.device.devices`)."""
 
 
 class EngineCore:
@@ -94,9 +89,7 @@ class EngineCore:
         """Chooses the sequences of each step; a simulator puts its own in place."""
         self._next_order = 0
         self._is_stalled = False
-        self._num_failed_steps = 0
-        self._failed_requests: set[RequestId] = set()
-        """Requests of the failed steps since the last good one."""
+        self._failed_steps = FailedSteps(self.groups)
 
     @property
     def has_work(self) -> bool:
@@ -172,8 +165,7 @@ class EngineCore:
 
     def cancel(self, group: Group) -> None:
         """Free everything that a request holds, in any state. Harmless when it is over."""
-        for sequence in group.sequences:
-            self.groups.finish(sequence)
+        self.groups.cancel(group)
 
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -207,7 +199,8 @@ class EngineCore:
                 self._pipeline.launch(plan)
             except Exception as error:  # noqa: BLE001 - the top of a step: every exception belongs to this batch
                 self.scheduler.drop(plan)
-                emitted += self._fail([plan], error)
+                self._timer.pause()
+                emitted += self._failed_steps.end([plan], error)
                 plan = StepPlan()
             else:
                 self.scheduler.launched(plan)
@@ -283,12 +276,12 @@ class EngineCore:
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _enter(self, group: Group, enter: Callable[[Sequence], Refused | None], landing: Landing) -> Group | Refused:
-        self._check_fits(group)
+        check_fits(group, self.scheduler, max_model_len=self.executor.max_model_len)
         leader = Sequence.from_request(group.request, block_size=self.scheduler.limits.block_size, order=landing.order)
         leader.max_num_tokens = min(leader.max_num_tokens, self.executor.max_model_len)
         leader.is_pinned = group.holds_after_prefill
         self._beams.begin(group, leader)
-        self._check_windows_fit(leader)
+        check_windows_fit(leader, self.scheduler)
         self.landings.enter(landing, leader)
         refused = enter(leader)
         if refused is not None:
@@ -301,41 +294,6 @@ class EngineCore:
             self._beams.resume(group)
         return group
 
-    def _check_fits(self, group: Group) -> None:
-        request = group.request
-        if request.sampling.has_beams and self.pool.windows is not None and self.pool.windows.snapshots:
-            # The last token of a prompt is computed again for its candidates; a state cannot go back.
-            raise InvalidRequest("a model with recurrent layers has no beam search", field="use_beam_search")
-        num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
-        if num_known >= self.executor.max_model_len:
-            raise PromptTooLong(
-                f"prompt has {num_known} tokens; this model takes {self.executor.max_model_len - 1}", field="prompt"
-            )
-        is_prompt_only = group.holds_after_prefill or request.pooling is not None
-        num_new_tokens = 0 if is_prompt_only else request.sampling.max_tokens
-        # The last token is never computed: nothing follows it.
-        num_tokens = min(len(request.prompt_token_ids) + num_new_tokens, self.executor.max_model_len)
-        num_computed = max(num_known, num_tokens - 1)
-        num_blocks = self.scheduler.pages.num_blocks_for(num_computed)
-        if request.sampling.has_beams and num_new_tokens:  # no beam can go on without the others
-            num_shared = len(request.prompt_token_ids) // self.scheduler.limits.block_size
-            num_blocks += (request.sampling.n - 1) * max(0, num_blocks - num_shared)
-        if num_blocks > self.pool.num_blocks:
-            raise PromptTooLong(
-                f"answers of {num_computed} tokens need {num_blocks} KV blocks; this worker has {self.pool.num_blocks}",
-                field="prompt",
-            )
-
-    def _check_windows_fit(self, leader: Sequence) -> None:
-        windows, num_pages = self.pool.windows, self.scheduler.pages.windows.quota_of(leader)
-        if windows is not None and windows.is_scarce and num_pages > windows.num_pages:
-            kind = "window" if windows.snapshots is None else "state"
-            raise PromptTooLong(
-                f"n is {leader.request.sampling.n}, which needs {num_pages} {kind} pages; this worker has"
-                f" {windows.num_pages}",
-                field="n",
-            )
-
     def _take_oldest(self, emitted: Emitted) -> None:
         """Wait for the oldest step in flight and turn its results into events and follow-up state."""
         plan = self._pipeline.oldest
@@ -344,7 +302,7 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - as above
             self._abandon([plan], error, emitted)
             return
-        self._end_failed(plan, results, emitted)
+        emitted += self._failed_steps.end_not_finite(plan, results)
         seconds = self._timer.end(plan, results)
         if self.scheduler.speculator is not None and seconds is not None:
             self.scheduler.speculator.observe(plan, results, seconds)
@@ -358,41 +316,7 @@ class EngineCore:
     def _abandon(self, taken: Seq[StepPlan], error: Exception, emitted: Emitted) -> None:
         """End every request of taken steps that have failed, and of all in flight."""
         plans = [*taken, *self._pipeline.abandon()]
-        emitted += self._fail(plans, error)
+        self._timer.pause()
+        emitted += self._failed_steps.end(plans, error)
         for failed in plans:
             self.scheduler.land(failed)
-
-    def _end_failed(self, plan: StepPlan, results: Seq[StepResult], emitted: Emitted) -> None:
-        """End the requests whose logits a step left without a finite maximum; none of what it computed is published.
-
-        A step of which nothing else came counts as a failed one. Raises DeviceBroken.
-        """
-        failed = [sequence for sequence, result in zip(plan.batch, results, strict=True) if result.has_failed]
-        if not failed or any(result.sampled and not result.has_failed for result in results):
-            self._num_failed_steps = 0
-            self._failed_requests.clear()
-        living = [sequence for sequence in failed if sequence in self.groups]
-        if living:
-            emitted += self._end(living, EngineFault("the model's logits have no finite maximum"))
-
-    def _fail(self, plans: Seq[StepPlan], error: Exception) -> Emitted:
-        """End every request of these steps. Raises DeviceBroken."""
-        if isinstance(error, DeviceBroken):
-            raise error
-        self._timer.pause()
-        return self._end([sequence for plan in plans for sequence in plan.batch if sequence in self.groups], error)
-
-    def _end(self, sequences: Seq[Sequence], error: Exception) -> Emitted:
-        """End the requests of these sequences, which a step has failed. Raises DeviceBroken."""
-        groups = {self.groups[sequence]: None for sequence in sequences}
-        self._num_failed_steps += 1
-        self._failed_requests.update(group.request.request_id for group in groups)
-        if self._num_failed_steps >= MAX_FAILED_STEPS and len(self._failed_requests) > 1:
-            raise DeviceBroken(f"{self._num_failed_steps} steps in a row have failed") from error
-        logger.error(
-            "engine step failed", exc_info=error, extra={"requests": [group.request.request_id for group in groups]}
-        )
-        fault = EngineFault(f"engine step failed: {type(error).__name__}: {error}")
-        for group in groups:
-            self.cancel(group)
-        return [(group, Failed(error=fault)) for group in groups]

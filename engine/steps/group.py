@@ -184,3 +184,8 @@ class Groups(dict[Sequence, Group]):
         """End a sequence, in any state; see `Scheduler.finish`."""
         self._scheduler.finish(sequence)
         self.pop(sequence, None)
+
+    def cancel(self, group: Group) -> None:
+        """End all sequences of a group."""
+        for sequence in group.sequences:
+            self.finish(sequence)

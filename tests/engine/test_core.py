@@ -11,9 +11,10 @@ from common.errors import EngineFault, PromptTooLong, Refused
 from common.fake_tokenizer import EOS_TOKEN_ID
 from common.ids import RequestId
 from common.wire_names import FinishReason
-from engine.core import MAX_FAILED_STEPS, EngineCore
+from engine.core import EngineCore
 from engine.events import Started, Tokens
 from engine.executor import DeviceBroken
+from engine.steps.failed_steps import MAX_FAILED_STEPS
 from tests import builders
 from tests.builders import (
     BLOCK_SIZE,
