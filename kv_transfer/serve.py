@@ -7,7 +7,6 @@ buffers and takes no pages (`offloaded.py`): a puller on this host copies it fro
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,8 +35,6 @@ from kv_transfer.transports.shared_memory import SharedMemory
 from kv_transfer.transports.transport import Lending, Seal, Transport, to_end
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
-
-logger = logging.getLogger(__name__)
 
 CheckPull = Callable[[WorkerId, pb.OpenFetch], None]
 """Checks the first message of a puller; takes the serving worker, too. Raises AccessDenied."""

@@ -216,11 +216,6 @@ def terminal_table(table: Table) -> TerminalTable:
     return shown
 
 
-def plain_table(*columns: str, num_left: int = 1) -> TerminalTable:
-    """Return a table without lines or rows: the first columns are text, the others numbers."""
-    return terminal_table(Table(columns=columns, rows=(), text_columns=frozenset(columns[:num_left])))
-
-
 def filled_table(items: Iterable[_T], columns: Mapping[str, Callable[[_T], str]]) -> TerminalTable:
     """Return a table with a row for each item, whose cells the columns write."""
     return terminal_table(table_of(items, columns))

@@ -13,7 +13,6 @@ every cached prefix unreachable.
 
 import hashlib
 import hmac
-import logging
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,8 +26,6 @@ from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from common.trust.proofs import OPERATOR_AUDIENCE
 from router.tenants import ANYBODY, Overload, Tenant
-
-logger = logging.getLogger(__name__)
 
 _SCHEME = "bearer "
 _JWT_DOTS = 2
