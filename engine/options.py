@@ -16,7 +16,7 @@ from engine.model.checkpoints.formats import WeightFormat
 from engine.model.checkpoints.quantization_config import read_weight_format
 from engine.model.loader import kv_fingerprint, weight_files
 from engine.pages.kv_cache import kv_shape, num_blocks_for_budget, windowed_layers
-from engine.pages.kv_format import KvDtype, check_kv_format, kv_format
+from engine.pages.kv_format import KvDtype, check_kv_format, kv_format, page_format
 from engine.weights.config import (
     DecoderConfig,
     TransformersConfig,
@@ -106,7 +106,6 @@ class ModelDescription:
         raw = read_config(options.model_dir, files)
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, device, raw)
-        pages = kv_format(options.kv_dtype, dtype)
         config: DecoderConfig | TransformersConfig
         weight_format = None
         if is_native(raw, device.type):
@@ -120,12 +119,13 @@ class ModelDescription:
                 )
             check_experts(config, options.quantization or quantized_by(files, weight_format), device=device)
             check_quantization(options.quantization, config, device=device)
-            check_kv_format(pages, config, block_size=options.block_size, device=device)
+            check_kv_format(kv_format(options.kv_dtype, dtype), config, block_size=options.block_size, device=device)
         else:
             config = _read_foreign(options, dtype)
         windowed = windowed_layers(config, _max_model_len(config, options)) if may_have_window_pages else None
         if config.recurrent is not None and windowed is None:
             raise UnsupportedModel("recurrent layers are computed on CPUs only, and not in draft models")
+        pages = page_format(options.kv_dtype, dtype, config, block_size=options.block_size, device=device)
         quantization = _quantization(options, weight_format, files, device)
         fingerprint = kv_fingerprint(
             config,
@@ -139,7 +139,7 @@ class ModelDescription:
             config,
             block_size=options.block_size,
             dtype=dtype,
-            kv_dtype=options.kv_dtype,
+            kv_dtype=pages,
             fingerprint=fingerprint,
             windowed=windowed,
         )

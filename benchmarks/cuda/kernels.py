@@ -33,6 +33,7 @@ from engine.ops.triton_kernels import prefill_attention
 from engine.ops.triton_kernels.ops import TritonOps
 from engine.ops.triton_kernels.pages import Tiles
 from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.pages.kv_format import plain_format
 from engine.weights.config import DecoderConfig
 
 _MAX_POSITIONS = 8192
@@ -164,7 +165,9 @@ def _measure_attend(
 
 def _make_ops(bench: Bench, kv_dtype: torch.dtype, batch: int, context_len: int, *, uses_cudnn: bool = False) -> Ops:
     decoder, device = bench.decoder, bench.part.device
-    shape = kv_shape(decoder, block_size=BLOCK_SIZE, dtype=kv_dtype, fingerprint="benchmark")
+    shape = kv_shape(
+        decoder, block_size=BLOCK_SIZE, dtype=kv_dtype, fingerprint="benchmark", kv_dtype=plain_format(kv_dtype)
+    )
     store = TorchKvStore(shape, batch * -(-context_len // BLOCK_SIZE) + 1, device=device, is_like_device=True)
     for pages in (pages for layer in store.layers for pages in layer):
         pages.copy_(torch.randn(pages.shape, dtype=torch.bfloat16, device=device))

@@ -13,6 +13,7 @@ from common.random_models import CONFIGS
 from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.pages.kv_format import plain_format
 from engine.weights.config import DecoderConfig, parse_config
 from engine.weights.decoder_weights import DecoderWeights
 from engine.weights.layout import allocate_weights, checkpoint_views, complete_norms
@@ -103,7 +104,7 @@ def noisy_store(
 ) -> TorchKvStore:
     """Return pages of `dtype` for a step: noise for the first `num_filled` tokens of each sequence, NaN elsewhere."""
     num_blocks = 1 + max(max(span.block_table) for span in metadata.spans)
-    shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint="benchmark")
+    shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint="benchmark", kv_dtype=plain_format(dtype))
     store = TorchKvStore(shape, num_blocks, device=device, is_like_device=True)
     slots = torch.cat([_slots(span, filled) for span, filled in zip(metadata.spans, num_filled, strict=True)]).to(
         device

@@ -37,11 +37,14 @@ def layer_pages(
     `heads`: those of a page's key heads that the rows have.
     """
     parts = store.layers[layer_idx]
+    of_heads = (*(ALL_HEADS,) * 4, heads)
+    if store.kv_format.is_grouped:
+        views = zip((_grouped_keys, _grouped_values), parts, strict=True)
+        return tuple(_GroupedPages(view(part)[of_heads]) for view, part in views)
     if not store.kv_format.has_codes:
         return tuple(_PlainPages(part[:, :, heads]) for part in parts)
     layout = CodeLayout(store.shape, store.kv_format)
     views = zip((layout.keys, layout.values), parts, strict=False)
-    of_heads = (*(ALL_HEADS,) * 4, heads)
     return tuple(
         _CodedPages(view(part)[of_heads], layout.scales(part)[of_heads], store.kv_format, dtype) for view, part in views
     )
@@ -77,10 +80,32 @@ class CodeLayout:
         return pages[:, :num_bytes].view(len(pages), *self._groups, *sizes)
 
 
-def place(slots: Tensor, block_size: int) -> tuple[Tensor, ...]:
-    """Return the indices of int64 slots in the first dimensions of a view of `CodeLayout`."""
+def place(slots: Tensor, block_size: int, pack: int = 4) -> tuple[Tensor, ...]:
+    """Return the indices of int64 slots in the first dimensions of a view of `CodeLayout`, or of pages in groups.
+
+    `pack`: tokens in the last of these dimensions.
+    """
     offset = slots % block_size
-    return slots // block_size, offset // TOKEN_GROUP, offset % TOKEN_GROUP // 4, offset % 4
+    return slots // block_size, offset // TOKEN_GROUP, offset % TOKEN_GROUP // pack, offset % pack
+
+
+def _take(view: Tensor, blocks: Tensor, num_seqs: int) -> Tensor:
+    """Return [num_seqs, tokens, num_kv_heads, what it stores] of a view whose first four dimensions are a place."""
+    taken = view.index_select(0, blocks).flatten(5)
+    return taken.reshape(num_seqs, -1, *taken.shape[4:])
+
+
+def _grouped_keys(pages: Tensor) -> Tensor:
+    """Return [num_blocks, groups, 16 / pack, pack tokens, num_kv_heads, head_dim / pack, pack] of keys in groups."""
+    pack = 4 // pages.itemsize
+    rows = pages.view(*pages.shape[:3], -1, TOKEN_GROUP // pack, pack, pack)
+    return rows.permute(0, 1, 4, 5, 2, 3, 6)
+
+
+def _grouped_values(pages: Tensor) -> Tensor:
+    """Return [num_blocks, groups, 16 / pack, pack tokens, num_kv_heads, head_dim] of values in groups."""
+    pack = 4 // pages.itemsize
+    return pages.view(*pages.shape[:3], TOKEN_GROUP // pack, -1, pack).permute(0, 1, 3, 5, 2, 4)
 
 
 class _PlainPages:
@@ -97,6 +122,21 @@ class _PlainPages:
     def gather(self, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:
         gathered = self._cache.index_select(0, blocks).view(num_seqs, -1, *self._cache.shape[2:])
         return gathered[:, :num_keys].transpose(1, 2)
+
+
+class _GroupedPages:
+    """Pages of values in groups, in the activations' dtype. A `PagedRows`."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def write(self, slots: Tensor, rows: Tensor) -> Tensor:
+        at = place(slots, self._rows.shape[1] * TOKEN_GROUP, self._rows.shape[3])
+        self._rows[at] = rows.view(-1, *self._rows.shape[4:])
+        return rows
+
+    def gather(self, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:
+        return _take(self._rows, blocks, num_seqs)[:, :num_keys].transpose(1, 2)
 
 
 class _CodedPages:
@@ -116,11 +156,5 @@ class _CodedPages:
         return self._format.decode(codes, scales, self._dtype)
 
     def gather(self, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:
-        codes, scales = (self._take(view, blocks, num_seqs)[:, :num_keys] for view in (self._codes, self._scales))
+        codes, scales = (_take(view, blocks, num_seqs)[:, :num_keys] for view in (self._codes, self._scales))
         return self._format.decode(codes, scales, self._dtype).transpose(1, 2)
-
-    @staticmethod
-    def _take(view: Tensor, blocks: Tensor, num_seqs: int) -> Tensor:
-        """Return [num_seqs, tokens, num_kv_heads, bytes or scales]."""
-        taken = view.index_select(0, blocks).flatten(5)
-        return taken.reshape(num_seqs, -1, *taken.shape[4:])

@@ -3,14 +3,20 @@
 On the wire a block's bytes lie together, [num_layers, parts, page], and in device memory, too: a block is one piece,
 which one copy moves. In host memory a layer's keys do, [num_layers, parts, num_blocks, page]: attention there reads a
 layer at a time. A page is one layer's keys, values or latent rows of a block: plainly [block_size, num_kv_heads,
-head_dim], or codes (`engine.pages.kv_format`; latent rows as keys) with their scales behind them,
+head_dim], or, on CPUs (`engine.pages.kv_format`), in groups
+
+    keys    [block_size / 16, num_kv_heads, head_dim / pack, 16 tokens, pack dimensions]
+    values  [block_size / 16, num_kv_heads, 16 / pack, head_dim, pack tokens]
+
+of values in four bytes, two of bfloat16 or one of float32, or codes (latent rows as keys) with their scales behind
+them,
 
     keys    [block_size / 16, num_kv_heads, row_bytes / 4, 16 tokens, 4 bytes]
     values  [block_size / 16, num_kv_heads, 4, row_bytes, 4 tokens]
     scales  [block_size / 16, num_kv_heads, row_scales, 16 tokens], bfloat16
 
-in which one instruction of a CPU multiplies sixteen times four codes, without moving any. So scales travel, and are
-cached, copied and evicted, with their block, by code that sees nothing but bytes.
+in both of which one instruction of a CPU multiplies sixteen times four bytes, without moving any. So scales travel, and
+are cached, copied and evicted, with their block, by code that sees nothing but bytes.
 """
 
 import mmap
@@ -31,7 +37,7 @@ from engine.device.kv_copy import DevicePages
 from engine.device.memory import NoRoomForPages
 from engine.device.shared_memory import allocate_region
 from engine.kv_store import NONCE_BYTES, DeviceSharing, HostRing, KvShape, SharedRegion, WindowedLayers, check_ids
-from engine.pages.kv_format import KvDtype, format_named, kv_format
+from engine.pages.kv_format import KvDtype, KvFormat, format_named, page_format
 from engine.pages.window_pages import split_budget
 from engine.weights.config import DecoderConfig, TransformersConfig
 
@@ -77,11 +83,14 @@ def kv_shape(
     block_size: int,
     dtype: torch.dtype,
     fingerprint: str,
-    kv_dtype: KvDtype = "auto",
+    kv_dtype: KvDtype | KvFormat = "auto",
     windowed: WindowedLayers | None = None,
 ) -> KvShape:
-    """Return the shape of the pages of a model that computes in `dtype`."""
-    pages = kv_format(kv_dtype, dtype)
+    """Return the shape of the pages of a model that computes in `dtype`.
+
+    `kv_dtype`: the format, or what `page_format` makes one of for a CPU.
+    """
+    pages = kv_dtype if isinstance(kv_dtype, KvFormat) else page_format(kv_dtype, dtype, config, block_size=block_size)
     return KvShape(
         num_layers=len(config.kv_windows),
         num_kv_heads=config.num_kv_heads,
@@ -147,10 +156,10 @@ class TorchKvStore:
 
     `layers[i]` has the parts of layer i, (keys, values) or (latent rows,): views [num_pages, block_size, num_kv_heads,
     head_dim] of the one storage, in which each page is contiguous; layers with window pages have as many pages as there
-    are of those, all others as many as there are blocks. Pages of codes: [num_pages, page] bytes;
-    `engine.ops.torch_pages` finds codes and scales in them. A recurrent layer has (states,), float32 [num_pages,
-    state_size]. In host memory pages can be mapped by other processes of the host, in device memory by those on the
-    same card, or on one that reads it.
+    are of those, all others as many as there are blocks. Pages in groups are [num_pages, block_size / 16, num_kv_heads,
+    16 * head_dim], of codes [num_pages, page] bytes; `engine.ops.torch_pages` finds rows in both. A recurrent layer has
+    (states,), float32 [num_pages, state_size]. In host memory pages can be mapped by other processes of the host, in
+    device memory by those on the same card, or on one that reads it.
     """
 
     def __init__(
@@ -211,7 +220,8 @@ class TorchKvStore:
             if layer_idx in self.shape.state_layers:
                 layer = layer.view(torch.float32)
             elif not self.kv_format.has_codes:
-                rows = (self.shape.block_size, self.shape.num_kv_heads, self.shape.head_dim)
+                size = self.kv_format.group_size
+                rows = (self.shape.block_size // size, self.shape.num_kv_heads, size * self.shape.head_dim)
                 layer = layer.view(self.kv_format.dtype).view(*layer.shape[:2], *rows)
             yield tuple(layer)
 

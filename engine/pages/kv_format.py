@@ -1,6 +1,7 @@
 """Formats of keys and values in pages.
 
     plain    the model's dtype, or e4m3 (`engine.weights.quantize`): no scale beside the values
+    grouped  the same on CPUs, in the order in which products take them: no decode step moves any
     int8     codes -127 to 127, stored as 1 to 255, and one bfloat16 scale for each token and head
     int4     codes -8 to 7, stored as 0 to 15, and one bfloat16 scale for each token, head and 32 dimensions, which a
              Hadamard matrix mixes first: without it a few large dimensions of the keys take the range of all others.
@@ -20,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.weights.config import DecoderConfig, UnsupportedModel
+from engine.weights.config import DecoderConfig, TransformersConfig, UnsupportedModel
 from engine.weights.precision import dtype_name
 from engine.weights.quantize import FP8, check_fp8
 
@@ -29,7 +30,13 @@ KvDtype = Literal["auto", "fp8", "int8", "int4"]
 
 SCALE_DTYPE = torch.bfloat16
 TOKEN_GROUP = 16
-"""Tokens whose codes lie together in a page."""
+"""Tokens whose codes, or values in groups, lie together in a page."""
+GROUPED_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of values that may lie in groups: those of the compiled kernels."""
+_CPU = torch.device("cpu")
+_GROUPED = "grouped-"
+_GROUPED_DIMS = 32
+"""Dimensions of which grouped heads have a multiple: the kernels take no others."""
 _INT8_MAX = 127
 _INT8_BIAS = 128
 _INT4_MIN = -8
@@ -44,11 +51,18 @@ class KvFormat:
     """Name in fingerprints and in `KvShape.dtype`."""
     dtype: torch.dtype
     """Dtype of the values; of codes, uint8."""
+    is_grouped: bool = False
+    """Whether values lie in groups of tokens; see `engine.pages.kv_cache`."""
 
     @property
     def has_codes(self) -> bool:
         """Whether pages hold codes and scales."""
         return self.name in {"int8", "int4"}
+
+    @property
+    def group_size(self) -> int:
+        """Tokens of which a head's values lie together."""
+        return TOKEN_GROUP if self.is_grouped else 1
 
     def code_bytes(self, head_dim: int) -> int:
         """Return the bytes of one token's key, or value, of one head, without its scales."""
@@ -113,9 +127,31 @@ def kv_format(option: KvDtype, dtype: torch.dtype) -> KvFormat:
             return _CODED[option]
 
 
+def page_format(
+    option: KvDtype,
+    dtype: torch.dtype,
+    config: DecoderConfig | TransformersConfig,
+    *,
+    block_size: int,
+    device: torch.device = _CPU,
+) -> KvFormat:
+    """Return the format of a model's pages on a device: as `kv_format`, in groups where a CPU's kernels take them."""
+    pages = kv_format(option, dtype)
+    takes_groups = device.type == "cpu" and pages.dtype in GROUPED_DTYPES and block_size % TOKEN_GROUP == 0
+    if not takes_groups or isinstance(config, TransformersConfig) or config.latent is not None:
+        return pages
+    return pages if config.head_dim % _GROUPED_DIMS else _grouped_format(pages.dtype)
+
+
 def format_named(name: str) -> KvFormat:
     """Return the format that `KvShape.dtype` names."""
+    if name.startswith(_GROUPED):
+        return _grouped_format(getattr(torch, name.removeprefix(_GROUPED)))
     return _CODED.get(name) or plain_format(getattr(torch, name))
+
+
+def _grouped_format(dtype: torch.dtype) -> KvFormat:
+    return KvFormat(name=_GROUPED + dtype_name(dtype), dtype=dtype, is_grouped=True)
 
 
 def check_kv_format(kv_format: KvFormat, config: DecoderConfig, *, block_size: int, device: torch.device) -> None:

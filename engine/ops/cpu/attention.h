@@ -16,14 +16,13 @@
 namespace kvrelay {
 
 template <typename T>
-inline void rotate(const T* head, const float* cos, const float* sin, int64_t half, int64_t dim, T* to) {
+inline void rotate(T* head, const float* cos, const float* sin, int64_t half) {
     for (int64_t i = 0; i < half; i += kLanes) {
         F32x16 a = load_wide(head + i), b = load_wide(head + half + i);
         F32x16 c = load<F32x16>(cos + i), s = load<F32x16>(sin + i);
-        store_narrow(to + i, a * c - b * s);
-        store_narrow(to + half + i, b * c + a * s);
+        store_narrow(head + i, a * c - b * s);
+        store_narrow(head + half + i, b * c + a * s);
     }
-    if (to != head) std::copy(head + 2 * half, head + dim, to + 2 * half);
 }
 
 // Write one token's rotated keys, and its values, as codes.
@@ -43,8 +42,24 @@ inline void write_codes(const Step& step, const Layer<T>& layer, const T* keys, 
     }
 }
 
-// Turn the queries in place, and keys that become codes; write keys and values to their slots. int4 pages hold mixed
-// keys: queries are mixed too.
+// Write one token's turned keys, and its values, to a slot.
+template <typename T>
+inline void write_token(const Step& step, const Layer<T>& layer, const T* keys, const T* values, int64_t slot) {
+    int64_t dim = step.head_dim;
+    if (layer.has_codes()) return write_codes(step, layer, keys, values, slot);
+    if (layer.format == PageFormat::kPlain) {
+        std::memcpy(layer.keys + step.row_at(slot, 0), keys, step.num_kv_heads * dim * sizeof(T));
+        std::memcpy(layer.values + step.row_at(slot, 0), values, step.num_kv_heads * dim * sizeof(T));
+        return;
+    }
+    for (int64_t h = 0; h < step.num_kv_heads; h++, keys += dim, values += dim) {
+        int64_t group = step.group_at(slot, h);
+        write_row(keys, values, dim, slot % kLanes, layer.keys + group, layer.values + group);
+    }
+}
+
+// Turn queries and keys in place; write keys and values to their slots. int4 pages hold mixed keys: queries are mixed
+// too.
 template <typename T>
 void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
     int64_t dim = step.head_dim, half = step.rope_dim / 2, num_rotated = step.num_heads + step.num_kv_heads;
@@ -52,30 +67,20 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
     for (int64_t token = 0; token < step.num_tokens; token++) {
         T* row = qkv + token * step.row_size();
         const float *cos = layer.cos + token * half, *sin = layer.sin + token * half;
-        int64_t slot = step.row_at(step.slot_mapping[token], 0);
         for (int64_t h = 0; h < num_rotated; h++) {
             T* head = row + h * dim;
             bool is_query = h < step.num_heads;
             const float* norm = is_query ? layer.q_norm : layer.k_norm;
             if (norm) norm_row(head, norm, head, dim, step.norm_eps);
-            bool is_in_place = is_query || layer.has_codes();
-            rotate(head, cos, sin, half, dim, is_in_place ? head : layer.keys + slot + (h - step.num_heads) * dim);
+            rotate(head, cos, sin, half);
             if (is_query && layer.query_factors) scale_row(head, layer.query_factors[token], dim);
             if (is_query && layer.format == PageFormat::kInt4) mix_row(head, dim);
         }
         const T *keys = row + step.num_heads * dim, *values = row + num_rotated * dim;
-        if (layer.has_codes()) write_codes(step, layer, keys, values, step.slot_mapping[token]);
-        else std::memcpy(layer.values + slot, values, step.num_kv_heads * dim * sizeof(T));
+        write_token(step, layer, keys, values, step.slot_mapping[token]);
         if (!step.mirror_start_loc) continue;
-        for (int64_t i = step.mirror_start_loc[token]; i < step.mirror_start_loc[token + 1]; i++) {
-            int64_t mirror = step.row_at(step.mirror_slots[i], 0);
-            if (layer.has_codes()) {
-                write_codes(step, layer, keys, values, step.mirror_slots[i]);
-                continue;
-            }
-            std::memcpy(layer.keys + mirror, layer.keys + slot, step.num_kv_heads * dim * sizeof(T));
-            std::memcpy(layer.values + mirror, values, step.num_kv_heads * dim * sizeof(T));
-        }
+        for (int64_t i = step.mirror_start_loc[token]; i < step.mirror_start_loc[token + 1]; i++)
+            write_token(step, layer, keys, values, step.mirror_slots[i]);
     }
 }
 
@@ -148,7 +153,8 @@ void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
             const T* queries = qkv + step.query_start_loc[item.seq] * step.row_size() + item.first_head * group * dim;
             const Item* after = i + 1 < num_items ? &items[i + 1] : nullptr;
             switch (layer.format) {
-                case PageFormat::kPlain: attend_keys(step, layer, item, after, queries, partial); break;
+                case PageFormat::kPlain:
+                case PageFormat::kGrouped: attend_keys(step, layer, item, after, queries, partial); break;
                 case PageFormat::kInt8: attend_codes<false>(step, layer, item, after, queries, partial); break;
                 case PageFormat::kInt4: attend_codes<true>(step, layer, item, after, queries, partial); break;
             }

@@ -15,7 +15,7 @@
 
 namespace kvrelay {
 
-enum class PageFormat : int64_t { kPlain, kInt8, kInt4 };  // as `library.py` numbers them
+enum class PageFormat : int64_t { kPlain, kGrouped, kInt8, kInt4 };  // as `library.py` numbers them
 
 constexpr int64_t kScaleDims = 32;  // dimensions that int4 mixes and scales together
 

@@ -72,8 +72,6 @@ inline F32x16 join(const I32x16* parts) {
     return number;
 }
 
-constexpr int kTileGroups = kTileKeys / kLanes;
-
 // scores [kRows][kTileKeys], for one group of sixteen keys of one head.
 template <bool kIsInt4, int kRows, int kNumParts>
 inline void score_codes(const Parts<kNumParts>& queries, int64_t first_row, const uint8_t* codes, const uint8_t* scales,

@@ -12,16 +12,19 @@ from typing import Any, cast
 
 import torch
 
+from engine.pages.kv_format import KvFormat
 from engine.weights.architectures import Activation
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.RELU2: 2}
 """Numbers of `Activation` in elementwise.h."""
-PLAIN_PAGES = 0
-"""Pages that hold values in the kernels' number format."""
-PAGE_FORMATS = {"int8": 1, "int4": 2}
-"""Pages of codes: `PageFormat` of codes.h, by `KvFormat.name`."""
+_CODED_PAGES = {"int8": 2, "int4": 3}
+
+
+def page_format(pages: KvFormat) -> int:
+    """Return the number of `PageFormat` of codes.h."""
+    return _CODED_PAGES.get(pages.name, int(pages.is_grouped))
 
 
 class Step(ctypes.Structure):

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from engine.ops.cpu.library import (
     ACTIVATIONS,
-    PAGE_FORMATS,
-    PLAIN_PAGES,
     Activations,
     CpuKernels,
     Layer,
@@ -23,6 +21,7 @@ from engine.ops.cpu.library import (
     PackedLayer,
     PackedWeight,
     Step,
+    page_format,
 )
 from engine.ops.cpu.linear import PackedLinear
 from engine.ops.cpu.recurrent import CpuRecurrence, can_recur
@@ -66,7 +65,7 @@ class CpuOps:
                 values=parts[-1].data_ptr(),
                 window_tokens=0 if window is None else window.num_tokens,
                 has_chunks=window is not None and window.is_chunk,
-                page_format=PAGE_FORMATS.get(store.kv_format.name, PLAIN_PAGES),
+                page_format=page_format(store.kv_format),
             )
             for parts, window in zip(store.layers, config.windows, strict=True)
         ]

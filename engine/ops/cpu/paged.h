@@ -11,6 +11,7 @@
 namespace kvrelay {
 
 constexpr int64_t kTileKeys = 64;    // keys between two rescalings
+constexpr int kTileGroups = kTileKeys / kLanes;
 constexpr int64_t kSplitKeys = 256;  // keys that are summed by themselves
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
@@ -34,6 +35,10 @@ struct Step {
     int64_t row_at(int64_t slot, int64_t head) const {
         return (slot * page_heads.count + page_heads.first + head) * head_dim;
     }
+    // Offset in grouped pages of a key head's keys, or values, of the group that a slot is in.
+    int64_t group_at(int64_t slot, int64_t head) const {
+        return (slot / kLanes * page_heads.count + page_heads.first + head) * kLanes * head_dim;
+    }
 };
 
 // `Window` of engine/window.py.
@@ -50,7 +55,11 @@ struct Window {
 
 template <typename T>
 struct Layer {
-    T* keys;  // [num_blocks, block_size, page_heads.count, head_dim], in plain pages
+    // In plain pages [num_blocks, block_size, page_heads.count, head_dim]; in grouped ones as products take them
+    // (gemm.h), sixteen tokens in a group:
+    //     keys    [num_blocks, block_size / 16, page_heads.count] x [head_dim / kPack] [16 tokens] [kPack dimensions]
+    //     values  [num_blocks, block_size / 16, page_heads.count] x [16 / kPack] [head_dim] [kPack tokens]
+    T* keys;
     T* values;
     const float* q_norm;  // [head_dim] or null
     const float* k_norm;
@@ -60,7 +69,7 @@ struct Layer {
     Window window;
     PageFormat format;
 
-    bool has_codes() const { return format != PageFormat::kPlain; }
+    bool has_codes() const { return format == PageFormat::kInt8 || format == PageFormat::kInt4; }
     CodeLayout codes(const Step& step) const {
         return CodeLayout::of(format, step.head_dim, step.page_heads, step.block_size);
     }
@@ -131,55 +140,6 @@ KVRELAY_ONCE void soften(
     }
     total += sum(mass);
 }
-
-// Where the keys and values of a tile lie, from some key head on, of which keys [begin, end) are read. Other places
-// repeat the next one that is.
-template <typename T>
-struct TileRows {
-    const T *keys[kTileKeys], *values[kTileKeys];
-
-    void find(const Step& step, const Layer<T>& layer, const int32_t* table, int64_t head, int64_t first, int64_t begin,
-              int64_t end) {
-        int64_t stride = step.page_heads.count * step.head_dim, count = std::min(kTileKeys, end - first);
-        int64_t skipped = std::max<int64_t>(0, begin - first), at_first = first + skipped;
-        int64_t block = at_first / step.block_size, offset = at_first % step.block_size;
-        for (int64_t k = skipped; k < count; block++, offset = 0) {
-            int64_t at = step.row_at(table[block] * step.block_size + offset, head);
-            for (int64_t left = std::min(step.block_size - offset, count - k); left > 0; left--, k++, at += stride) {
-                keys[k] = layer.keys + at;
-                values[k] = layer.values + at;
-            }
-        }
-        for (int64_t k = 0; k < skipped; k++) keys[k] = keys[skipped], values[k] = values[skipped];
-        for (int64_t k = count; k < kTileKeys; k++) keys[k] = keys[count - 1], values[k] = values[count - 1];
-    }
-};
-
-// Asks memory for the first `count` rows of keys and values, `size` elements of each, in the order of memory: a part at
-// every call. The processor's own prefetcher does not see through block tables. Into the second cache, since the first
-// has no room for two tiles, and fewer requests at a time.
-template <typename T>
-class FetchAhead {
-public:
-    // All are asked for after `calls` calls.
-    FetchAhead(const TileRows<T>& rows, int64_t count, int64_t size, int64_t calls)
-        : rows_(rows), count_(count), size_(size), per_call_((count * (size / kLine) + calls - 1) / calls) {}
-
-    // Inline, or else g++ drops the call: to it a function that only fetches does nothing.
-    KVRELAY_INLINE void operator()() {
-        for (int64_t i = 0; i < per_call_ && row_ < count_; i++) {
-            __builtin_prefetch(rows_.keys[row_] + column_, 0, 2);
-            __builtin_prefetch(rows_.values[row_] + column_, 0, 2);
-            column_ += kLine;
-            if (column_ >= size_) column_ = 0, row_++;
-        }
-    }
-
-private:
-    static constexpr int64_t kLine = 64 / int64_t(sizeof(T));
-    const TileRows<T>& rows_;
-    int64_t count_, size_, per_call_, row_ = 0, column_ = 0;
-};
 
 // Returns what a sink adds to the weights' total of a row whose largest score * scale is `peak`. Without bound: a sink far
 // above all scores leaves nothing of the row.

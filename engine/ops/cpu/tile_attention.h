@@ -150,17 +150,18 @@ inline void add_tile(const Step& step, Window window, int64_t at, int64_t keys, 
         {partial.out.data() + own * dim, dim});
 }
 
-// The same for a decode token's `rows` query rows, with keys and values where they lie, from `column` on.
+// The same for a decode token's `rows` query rows, with keys and values where they lie, of a head `offset` elements behind
+// the first one.
 template <typename T, typename Meanwhile>
-inline void add_rows(const Step& step, Window window, int64_t at, int64_t keys, const TileRows<T>& found, int64_t column,
+inline void add_rows(const Step& step, Window window, int64_t at, int64_t keys, const TileGroups<T>& found, int64_t offset,
                      const T* queries, int64_t rows, int64_t position, TileBuffers<T>& tile, Partial& partial, int64_t own,
                      Meanwhile& meanwhile) {
     int64_t dim = step.head_dim;
     with_count<kMaxRows>(int(rows), [&](auto count) {
-        score_keys<count>(queries, found.keys, keys, column, dim, tile.scores.data(), meanwhile);
+        score_keys<count>(queries, found, offset, keys, dim, tile.scores.data(), meanwhile);
         soften_tile(step, window, at, position, 0, rows, tile, partial, own);
         float* out = partial.out.data() + own * dim;
-        add_values<count>(tile.weights.data(), found.values, keys, column, dim, out, meanwhile);
+        add_values<count>(tile.weights.data(), found, offset, keys, dim, out, meanwhile);
     });
 }
 
@@ -185,8 +186,8 @@ void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, con
     }
     int64_t oldest = layer.window.first_visible(first), begin = oldest / kTileKeys * kTileKeys;
     const int32_t* table = step.block_tables[item.seq];
-    TileRows<T> found;
-    CodeGroups<kTileKeys / kLanes> codes;
+    thread_local TileGroups<T> found;
+    CodeGroups<kTileGroups> codes;
     for (int64_t at = begin; at <= last; at += kTileKeys) {
         int64_t keys = multiplied_keys(last + 1 - at);  // later keys are hidden from all rows
         if (layer.has_codes()) {
@@ -195,10 +196,10 @@ void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, con
             if (layer.format == PageFormat::kInt8) pack_codes<false>(codes, layout, last + 1 - at, dim, tile);
             else pack_codes<true>(codes, layout, last + 1 - at, dim, tile);
         } else {
-            found.find(step, layer, table, item.first_head, at, oldest, last + 1);
+            found.find(step, layer, table, item.first_head, 1, at, oldest, last + 1);
             auto meanwhile = [] {};
-            pack_keys(found.keys, keys, 0, dim, tile.keys.data(), meanwhile);
-            pack_values(found.values, keys, 0, dim, tile.values.data(), meanwhile);
+            pack_keys(found, keys, 0, dim, tile.keys.data(), meanwhile);
+            pack_values(found, keys, 0, dim, tile.values.data(), meanwhile);
         }
         add_tile(step, layer.window, at, keys, tile.queries.data(), rows, first, tile, split, 0);
         if (at + kTileKeys > last || (at + kTileKeys) % kSplitKeys == 0) {
@@ -220,40 +221,39 @@ template <typename T>
 void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, const Item* after, const T* queries,
                  Partial& partial) {
     int64_t dim = step.head_dim, group = step.group(), rows = padded_rows<T>(group), heads = item.num_heads;
+    int64_t size = kLanes * dim;  // of a head's part of a group
     thread_local TileBuffers<T> buffers;
     buffers.reset(heads, rows, dim);
     partial.reset(heads * rows, dim);
     TileRegisters<T> registers(group);
     for (int64_t head = 0; head < heads; head++)
         std::memcpy(buffers.queries.data() + head * rows * dim, queries + head * group * dim, group * dim * sizeof(T));
-    TileRows<T> tiles[2];
-    auto find = [&](const Item& owner, int64_t at, TileRows<T>& tile) {
-        tile.find(step, layer, step.block_tables[owner.seq], owner.first_head, at, owner.begin, owner.end);
-        return std::min(kTileKeys, owner.end - at);
+    thread_local TileGroups<T> tiles[2];
+    auto find = [&](const Item& owner, int64_t at, TileGroups<T>& tile) {
+        tile.find(step, layer, step.block_tables[owner.seq], owner.first_head, heads, at, owner.begin, owner.end);
+        return (std::min(kTileKeys, owner.end - at) + kLanes - 1) / kLanes;
     };
     auto first_tile = [](const Item& owner) { return owner.begin / kTileKeys * kTileKeys; };
     find(item, first_tile(item), tiles[0]);
     int now = 0;
     for (int64_t at = first_tile(item); at < item.end; at += kTileKeys, now = 1 - now) {
-        const TileRows<T>&tile = tiles[now], &next = tiles[1 - now];
-        int64_t keys = multiplied_keys(item.end - at), next_count = 0;
-        if (at + kTileKeys < item.end) next_count = find(item, at + kTileKeys, tiles[1 - now]);
-        else if (after) next_count = find(*after, first_tile(*after), tiles[1 - now]);
+        const TileGroups<T>&tile = tiles[now], &next = tiles[1 - now];
+        int64_t keys = multiplied_keys(item.end - at), next_groups = 0;
+        if (at + kTileKeys < item.end) next_groups = find(item, at + kTileKeys, tiles[1 - now]);
+        else if (after) next_groups = find(*after, first_tile(*after), tiles[1 - now]);
         // A little of the next tile at a time, while this one is multiplied: many requests at once are waited for.
-        int64_t key_times = keys / kLanes * (dim / Format<T>::kPack / kLanes);
-        int64_t times = heads * (key_times + dim / kPanel * (keys / kMeanwhileKeys));
-        FetchAhead<T> fetch_next(next, next_count, heads * dim, times);
+        int64_t times = heads * (keys / kPanel * (dim / kMeanwhileDepths) + dim / kPanel / 2 * (keys / kMeanwhileKeys));
+        FetchAhead<T> fetch_next(next, next_groups, heads * size, times);
         for (int64_t head = 0; head < heads; head++) {
             const T* of_head = buffers.queries.data() + head * rows * dim;
-            int64_t position = step.context_lens[item.seq] - 1, own = head * rows;
-            if constexpr (kHasRowProducts)
-                if (group <= kMaxRows && !has_tiles()) {  // which take packed panels
-                    add_rows(step, layer.window, at, keys, tile, head * dim, of_head, group, position, buffers, partial,
-                             own, fetch_next);
-                    continue;
-                }
-            pack_keys(tile.keys, keys, head * dim, dim, buffers.keys.data(), fetch_next);
-            pack_values(tile.values, keys, head * dim, dim, buffers.values.data(), fetch_next);
+            int64_t position = step.context_lens[item.seq] - 1, own = head * rows, offset = head * size;
+            if (group <= kMaxRows && !has_tiles()) {  // which take packed panels
+                add_rows(
+                    step, layer.window, at, keys, tile, offset, of_head, group, position, buffers, partial, own, fetch_next);
+                continue;
+            }
+            pack_keys(tile, keys, offset, dim, buffers.keys.data(), fetch_next);
+            pack_values(tile, keys, offset, dim, buffers.values.data(), fetch_next);
             add_tile(step, layer.window, at, keys, of_head, group, position, buffers, partial, own);
         }
     }

@@ -5,51 +5,40 @@
 #include <type_traits>
 
 #include "gemm.h"
-#include "paged.h"
+#include "tile_groups.h"
 #include "tile_registers.h"
 
 namespace kvrelay {
 
-constexpr int64_t kMeanwhileKeys = 8;  // whose values are packed between two times that something else is done
+constexpr int64_t kMeanwhileDepths = 8;  // of keys that are taken between two times that something else is done
+constexpr int64_t kMeanwhileKeys = 4;    // the same of values
 
-// Pack keys [count][dim] (rows by address, from `column` on) as B = keys^T, in panels of 32 keys. `meanwhile()` is
-// called now and then.
+// Pack the first `count` keys of a head, which begins `at` elements behind a group's first one, as B = keys^T, in panels
+// of 32 keys. `meanwhile()` is called now and then.
 template <typename T, typename Meanwhile>
 inline void pack_keys(
-    const T* const* keys, int64_t count, int64_t column, int64_t dim, T* packed, Meanwhile& meanwhile) {
+    const TileGroups<T>& tile, int64_t count, int64_t at, int64_t dim, T* packed, Meanwhile& meanwhile) {
     constexpr int pack = Format<T>::kPack;
-    int64_t steps = dim / pack;
     for (int64_t first = 0; first < count; first += kLanes) {
+        const T* from = tile.keys[first / kLanes] + at;
         T* panel = packed + first / kPanel * panel_size<T>(dim) + first % kPanel * pack;
-        for (int64_t k = 0; k < steps; k += kLanes) {
-            meanwhile();
-            I32x16 block[kLanes];
-            for (int i = 0; i < kLanes; i++) block[i] = load<I32x16>(keys[first + i] + column + k * pack);
-            transpose(block);
-            for (int i = 0; i < kLanes; i++) store(panel + (k + i) * pack * kPanel, block[i]);
+        for (int64_t k = 0; k < dim; k += pack) {
+            if (k % kMeanwhileDepths == 0) meanwhile();
+            store(panel + k * kPanel, load<I32x16>(from + k * kLanes));
         }
     }
 }
 
-// Pack values [count][dim], from `column` on, as B: panels of 32 columns, whose depth are kTileKeys keys.
-template <typename Meanwhile>
+// Pack values likewise, as B: panels of 32 columns, whose depth are kTileKeys keys.
+template <typename T, typename Meanwhile>
 inline void pack_values(
-    const float* const* values, int64_t count, int64_t column, int64_t dim, float* packed, Meanwhile& meanwhile) {
-    for (int64_t d = column; d < column + dim; d += kPanel, packed += kTileKeys * kPanel)
-        for (int64_t k = 0; k < count; k++) {
+    const TileGroups<T>& tile, int64_t count, int64_t at, int64_t dim, T* packed, Meanwhile& meanwhile) {
+    constexpr int pack = Format<T>::kPack;
+    for (int64_t d = 0; d < dim; d += kPanel, packed += kTileKeys * kPanel)
+        for (int64_t k = 0; k < count; k += pack) {
             if (k % kMeanwhileKeys == 0) meanwhile();
-            std::memcpy(packed + k * kPanel, values[k] + d, kPanel * sizeof(float));
-        }
-}
-template <typename Meanwhile>
-inline void pack_values(
-    const bf16* const* values, int64_t count, int64_t column, int64_t dim, bf16* packed, Meanwhile& meanwhile) {
-    for (int64_t d = column; d < column + dim; d += kPanel, packed += kTileKeys * kPanel)
-        for (int64_t k = 0; k < count; k += 2) {
-            if (k % kMeanwhileKeys == 0) meanwhile();
-            for (int64_t c = 0; c < kPanel; c += kLanes)
-                store(packed + k * kPanel + 2 * c,
-                      pair_up(load<U16x16>(values[k] + d + c), load<U16x16>(values[k + 1] + d + c)));
+            const T* from = tile.values[k / kLanes] + at + (k % kLanes * dim + d * pack);
+            std::memcpy(packed + k * kPanel, from, kPanel * pack * sizeof(T));
         }
 }
 
@@ -103,7 +92,7 @@ inline void store_depths(bf16* to, F32x16 even, F32x16 odd) {
 
 // Pack the codes of one head like rows of T. Only the first `count` keys are known to be written.
 template <bool kIsInt4, typename T>
-inline void pack_codes(const CodeGroups<kTileKeys / kLanes>& codes, const CodeLayout& layout, int64_t count,
+inline void pack_codes(const CodeGroups<kTileGroups>& codes, const CodeLayout& layout, int64_t count,
                        int64_t dim, TileBuffers<T>& tile) {
     constexpr int pack = Format<T>::kPack;
     int64_t bytes_per_scale = layout.row_bytes / layout.row_scales;
@@ -113,7 +102,7 @@ inline void pack_codes(const CodeGroups<kTileKeys / kLanes>& codes, const CodeLa
         use(low, [&](int i) { return decode_byte<true, 0>(bytes, i); });
         use(low + kLanes, [&](int i) { return decode_byte<true, 1>(bytes, i); });
     };
-    for (int g = 0; g < kTileKeys / kLanes; g++) {
+    for (int g = 0; g < kTileGroups; g++) {
         T* panel = tile.keys.data() + g / 2 * panel_size<T>(dim) + g % 2 * kLanes * pack;
         for (int64_t byte = 0; byte < layout.row_bytes; byte += 4) {
             F32x16 scale = load_scales(codes.key_scales[g], byte / bytes_per_scale);

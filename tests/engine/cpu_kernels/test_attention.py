@@ -18,7 +18,7 @@ from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.ops import CpuOps
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
-from engine.ops.torch_pages import CodeLayout, place
+from engine.ops.torch_pages import CodeLayout, layer_pages, place
 from engine.pages.kv_cache import TorchKvStore
 from engine.pages.kv_format import KvDtype
 from engine.window import Window
@@ -28,8 +28,10 @@ CODES: tuple[KvDtype, ...] = ("int8", "int4")
 FORMATS: tuple[KvDtype, ...] = ("auto", *CODES)
 
 
-def attend(ops: TorchOps | CpuOps, spans: list[SequenceSpan], qkv: Tensor, sinks: Tensor | None = None) -> Tensor:
-    metadata = AttentionMetadata.from_spans(spans, block_size=16)
+def attend(
+    ops: TorchOps | CpuOps, spans: list[SequenceSpan], qkv: Tensor, sinks: Tensor | None = None, block_size: int = 16
+) -> Tensor:
+    metadata = AttentionMetadata.from_spans(spans, block_size=block_size)
     return ops.plan(metadata).attend(0, qkv.clone(), None, None, sinks)
 
 
@@ -38,7 +40,7 @@ def attend(ops: TorchOps | CpuOps, spans: list[SequenceSpan], qkv: Tensor, sinks
     lengths=lengths,
     heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (6, 2), (5, 1), (9, 3), (8, 1)]),
     head_dim=st.sampled_from([32, 64, 96, 128, 256]),
-    block_size=st.sampled_from([16, 32]),
+    block_size=st.sampled_from([8, 16, 32]),
     window=windows_of(1, 7, 64, 100),
     has_norms=st.booleans(),
     has_sinks=st.booleans(),
@@ -66,13 +68,13 @@ def test_attention_when_float32_equals_torch(
         stores.append(store)
     torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=2e-5)
     for span in spans:  # the same slots are written as by torch, and no others of these pages
-        for ours, theirs in zip(stores[1].layers[0], stores[0].layers[0], strict=True):
-            written = [table_row(ours, span), table_row(theirs, span)]
-            torch.testing.assert_close(*written, atol=1e-5, rtol=1e-5)
+        for ours, theirs in zip(*(rows_of(store, span) for store in stores), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def table_row(pages: torch.Tensor, span: SequenceSpan) -> torch.Tensor:
-    return pages[list(span.block_table)].flatten(0, 1)[: span.context_len]
+def rows_of(store: TorchKvStore, span: SequenceSpan) -> list[Tensor]:
+    table = torch.tensor(span.block_table)
+    return [pages.gather(table, 1, span.context_len) for pages in layer_pages(store, 0, store.kv_format.dtype)]
 
 
 def slots_of(span: SequenceSpan, begin: int = 0, end: int | None = None) -> list[int]:
@@ -158,9 +160,9 @@ def test_free_slots_are_never_read(kernels: CpuKernels, kv_dtype: KvDtype) -> No
     results = []
     for rest in (0.0, float("nan")):
         store = make_store(config, kernels.dtype, kv_dtype=kv_dtype)
-        for pages in store.layers[0]:
+        for pages, rows in zip(store.layers[0], layer_pages(store, 0, kernels.dtype), strict=True):
             if kv_dtype == "auto":
-                pages.view(-1, 1, 64)[free] = rest
+                rows.write(free, torch.full((len(free), 1, 64), rest, dtype=kernels.dtype))
             else:
                 CodeLayout(store.shape, store.kv_format).scales(pages)[place(free, 16)] = rest
         torch.manual_seed(1)
@@ -183,26 +185,30 @@ def test_attention_keeps_a_rows_bits_in_any_batch(kernels: CpuKernels, kv_dtype:
         assert torch.equal(attend(ops, [span], own_qkv), expected)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((2, 2), 32), ((7, 1), 96), ((20, 1), 64)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size"),
+    [((6, 2), 64, 16), ((2, 2), 32, 32), ((7, 1), 96, 16), ((20, 1), 64, 16), ((6, 2), 64, 8)],
+)
 @pytest.mark.parametrize(
     ("window", "has_sinks"),
     [(None, False), (Window(num_tokens=100), True), (Window(num_tokens=100, is_chunk=True), False)],
 )
 def test_attention_of_a_token_has_the_same_bits_decoded_and_in_any_chunk(
-    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: Window | None, has_sinks: bool
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int, window: Window | None, has_sinks: bool
 ) -> None:
     """An answer that goes on elsewhere was decoded there token by token, and is read here in one piece."""
     config = make_config(*heads, head_dim, window)
-    num_tokens = 590
+    num_tokens, num_blocks = 590, 1024 // block_size
     qkv = make_qkv(config, num_tokens, kernels.dtype)
     sinks = torch.randn(heads[0]).to(kernels.dtype) if has_sinks else None
 
     def attended(*cuts: int) -> torch.Tensor:
-        table = array("i", random.Random(5).sample(range(NUM_BLOCKS), -(-num_tokens // 16)))
-        ops, parts = CpuOps(config, make_store(config, kernels.dtype), kernels), []
+        table = array("i", random.Random(5).sample(range(num_blocks), -(-num_tokens // block_size)))
+        store = make_store(config, kernels.dtype, block_size=block_size, num_blocks=num_blocks)
+        ops, parts = CpuOps(config, store, kernels), []
         for begin, end in itertools.pairwise((0, *cuts, num_tokens)):
             span = SequenceSpan(num_computed=begin, num_new_tokens=end - begin, block_table=table)
-            parts.append(attend(ops, [span], qkv[begin:end], sinks))
+            parts.append(attend(ops, [span], qkv[begin:end], sinks, block_size))
         return torch.cat(parts)
 
     expected = attended()
@@ -216,7 +222,8 @@ def test_attention_to_keys_that_are_no_numbers_is_none(kernels: CpuKernels, num_
     config = make_config(2, 1, 64, None)
     [span] = spans_for([(319, 1)], 16)
     store = make_store(config, kernels.dtype)
-    store.layers[0][0].view(-1, 1, 64)[slots_of(span, end=num_bad)] = float("nan")
+    bad = torch.full((num_bad, 1, 64), float("nan"), dtype=kernels.dtype)
+    layer_pages(store, 0, kernels.dtype)[0].write(torch.tensor(slots_of(span, end=num_bad), dtype=torch.int64), bad)
     qkv = make_qkv(config, 1, kernels.dtype)
     qkv[:, 2 * 64 : 3 * 64] = float("nan") if num_bad == 0 else 1.0
     assert not attend(CpuOps(config, store, kernels), [span], qkv).isfinite().any()

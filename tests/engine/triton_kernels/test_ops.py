@@ -22,6 +22,7 @@ from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.ops import TritonOps
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.pages.kv_cache import TorchKvStore, kv_shape
+from engine.pages.kv_format import plain_format
 from engine.weights.config import DecoderConfig, parse_config, read_json
 from engine.weights.decoder_weights import DecoderWeights
 from engine.weights.kernels import quantize_rows
@@ -52,7 +53,9 @@ class _TinyModel:
 def _load(model_dir: Path, device: torch.device, load: Callable[..., DecoderWeights] = load_weights) -> _TinyModel:
     config = parse_config(read_json(model_dir / "config.json"))
     weights = load(weight_files(model_dir), config, dtype=torch.float32, device=device)
-    shape = kv_shape(config, block_size=_BLOCK_SIZE, dtype=torch.float32, fingerprint="test")
+    shape = kv_shape(
+        config, block_size=_BLOCK_SIZE, dtype=torch.float32, fingerprint="test", kv_dtype=plain_format(torch.float32)
+    )
     return _TinyModel(decoder=Decoder(config, weights), config=config, shape=shape, device=device)
 
 

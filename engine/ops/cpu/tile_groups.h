@@ -1,0 +1,122 @@
+// Where a tile's keys and values lie, in groups of sixteen tokens (paged.h): pages of groups are read in place, rows of
+// plain pages are put into groups first.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "gemm.h"
+#include "paged.h"
+
+namespace kvrelay {
+
+// Write one token's row of keys, and of values, of one head to its place in a group.
+template <typename T>
+inline void write_row(const T* key, const T* value, int64_t dim, int64_t token, T* keys, T* values) {
+    constexpr int pack = Format<T>::kPack;
+    for (int64_t d = 0; d < dim; d += pack) std::memcpy(keys + d * kLanes + token * pack, key + d, pack * sizeof(T));
+    T* to = values + token / pack * pack * dim + token % pack;
+    for (int64_t d = 0; d < dim; d++) to[d * pack] = value[d];
+}
+
+// Put sixteen rows, by address, into a group.
+template <typename T>
+inline void group_keys(const T* const* rows, int64_t dim, T* to) {
+    constexpr int pack = Format<T>::kPack;
+    for (int64_t d = 0; d < dim; d += kLanes * pack) {
+        I32x16 block[kLanes];
+        for (int i = 0; i < kLanes; i++) block[i] = load<I32x16>(rows[i] + d);
+        transpose(block);
+        for (int i = 0; i < kLanes; i++) store(to + (d + i * pack) * kLanes, block[i]);
+    }
+}
+inline void group_values(const float* const* rows, int64_t dim, float* to) {
+    for (int i = 0; i < kLanes; i++) std::memcpy(to + i * dim, rows[i], dim * sizeof(float));
+}
+inline void group_values(const bf16* const* rows, int64_t dim, bf16* to) {
+    for (int i = 0; i < kLanes; i += 2)
+        for (int64_t d = 0; d < dim; d += kLanes)
+            store(to + i * dim + 2 * d, pair_up(load<U16x16>(rows[i] + d), load<U16x16>(rows[i + 1] + d)));
+}
+
+// The groups of a tile, from some key head on: a head's part of a group is 16 * head_dim elements behind the one before.
+template <typename T>
+class TileGroups {
+public:
+    const T *keys[kTileGroups], *values[kTileGroups];
+
+    // The tile begins at key `first`; keys [begin, end) of it are read, of `heads` heads. Places of other keys hold those
+    // of a neighbour, or zero: a NaN that another request has left behind must not meet the weight 0.
+    void find(const Step& step, const Layer<T>& layer, const int32_t* table, int64_t head, int64_t heads, int64_t first,
+              int64_t begin, int64_t end) {
+        begin = std::max(begin, first), end = std::min(end, first + kTileKeys);
+        if (layer.format == PageFormat::kPlain) return regroup(step, layer, table, head, heads, first, begin, end);
+        int64_t oldest = begin / kLanes * kLanes, latest = (end - 1) / kLanes * kLanes, size = kLanes * step.head_dim;
+        for (int g = 0; g < kTileGroups; g++) {
+            int64_t key = std::clamp(first + g * kLanes, oldest, latest);
+            int64_t at = step.group_at(table[key / step.block_size] * step.block_size + key % step.block_size, head);
+            keys[g] = layer.keys + at, values[g] = layer.values + at;
+        }
+        if (end % kLanes == 0) return;
+        int last = int((latest - first) / kLanes);
+        own_.assign(values[last], values[last] + heads * size);
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t token = end % kLanes; token < kLanes; token++) {
+                T* to = own_.data() + h * size + token / kPack * kPack * step.head_dim + token % kPack;
+                for (int64_t d = 0; d < step.head_dim; d++) to[d * kPack] = T{};
+            }
+        for (int g = last; g < kTileGroups; g++) values[g] = own_.data();
+    }
+
+private:
+    static constexpr int kPack = Format<T>::kPack;
+    std::vector<T> own_;  // what is not read in place
+
+    void regroup(const Step& step, const Layer<T>& layer, const int32_t* table, int64_t head, int64_t heads,
+                 int64_t first, int64_t begin, int64_t end) {
+        int64_t dim = step.head_dim, size = heads * kLanes * dim;
+        own_.resize(2 * kTileGroups * size);
+        for (int g = 0; g < kTileGroups; g++) {
+            T *own_keys = own_.data() + 2 * g * size, *own_values = own_keys + size;
+            for (int64_t h = 0; h < heads; h++) {
+                const T *key_rows[kLanes], *value_rows[kLanes];
+                for (int i = 0; i < kLanes; i++) {
+                    int64_t key = std::clamp(first + g * kLanes + i, begin, end - 1);
+                    int64_t slot = table[key / step.block_size] * step.block_size + key % step.block_size;
+                    int64_t at = step.row_at(slot, head + h);
+                    key_rows[i] = layer.keys + at, value_rows[i] = layer.values + at;
+                }
+                group_keys(key_rows, dim, own_keys + h * kLanes * dim);
+                group_values(value_rows, dim, own_values + h * kLanes * dim);
+            }
+            keys[g] = own_keys, values[g] = own_values;
+        }
+    }
+};
+
+// Asks memory for the first groups of a tile, keys before values, a part at every call. The processor's own prefetcher does
+// not see through block tables. Into the second cache, since the first has fewer requests at a time.
+template <typename T>
+class FetchAhead {
+public:
+    // `size`: elements of a group. All are asked for after `calls` calls.
+    FetchAhead(const TileGroups<T>& tile, int64_t groups, int64_t size, int64_t calls)
+        : tile_(tile), groups_(groups), size_(size), per_call_((2 * groups * (size / kLine) + calls - 1) / calls) {}
+
+    // Inline, or else g++ drops the call: to it a function that only fetches does nothing.
+    KVRELAY_INLINE void operator()() {
+        for (int64_t i = 0; i < per_call_ && part_ < 2 * groups_; i++) {
+            const T* part = part_ < groups_ ? tile_.keys[part_] : tile_.values[part_ - groups_];
+            __builtin_prefetch(part + at_, 0, 2);
+            at_ += kLine;
+            if (at_ >= size_) at_ = 0, part_++;
+        }
+    }
+
+private:
+    static constexpr int64_t kLine = 64 / int64_t(sizeof(T));
+    const TileGroups<T>& tile_;
+    int64_t groups_, size_, per_call_, part_ = 0, at_ = 0;
+};
+
+}  // namespace kvrelay
