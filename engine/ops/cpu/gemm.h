@@ -66,26 +66,29 @@ inline Register add_product(Register sum, Register row, Register columns) {
     return multiply_add(odd(row), odd(columns), multiply_add(even(row), even(columns), sum));
 }
 
-// kRows rows of A times one panel; sums [kRows][2] are added to. A's rows are readable up to the padded depth. The panel
-// comes from memory, or from the first cache.
+// kRows rows of A times one panel, the columns of which begin at `left` and `right`, sixteen each, and have their next step
+// kWidth columns further; sums [kRows][2] are added to. A's rows are readable up to the padded depth. The panel comes from
+// memory, or from the first cache.
 enum class From { kMemory, kCache };
 // Whether products are added one after the other to what the sums were before, or each segment's own sum of them is.
 enum class Begin { kWithSums, kAnew };
-template <int kRows, From from, Begin begin, typename T>
-KVRELAY_ONCE void multiply_panel(const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2],
-                                 int64_t segments = 1) {
+template <int kRows, From from, Begin begin, int kWidth, typename T>
+KVRELAY_ONCE void multiply_columns(const T* a, int64_t a_stride, const T* left, const T* right, int64_t steps,
+                                   F32x16 (*sums)[2], int64_t segments) {
     constexpr int pack = Format<T>::kPack, lanes = num_lanes<Register>, width = kPanel / lanes;
     for (; segments > 0; segments--) {  // of `steps` each, one behind the other
         Register acc[kRows][width];
         for (int r = 0; r < kRows; r++)
             for (int v = 0; v < width; v++)
                 acc[r][v] = begin == Begin::kAnew ? Register{} : load<Register>((const float*)sums[r] + v * lanes);
-        for (int64_t k = 0; k < steps; k++, a += pack, panel += pack * kPanel) {
+        for (int64_t k = 0; k < steps; k++, a += pack, left += pack * kWidth, right += pack * kWidth) {
             if constexpr (from == From::kMemory) {
-                __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel);
-                __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel + pack * kLanes);
+                __builtin_prefetch(left + kPrefetchSteps * pack * kWidth);
+                __builtin_prefetch(right + kPrefetchSteps * pack * kWidth);
             }
-            auto columns = [&](int v) { return load<Register>(panel + v * lanes * pack); };
+            auto columns = [&](int v) {
+                return load<Register>((v < width / 2 ? left + v * lanes * pack : right + (v - width / 2) * lanes * pack));
+            };
             if constexpr (kRegisterBytes == 64) {
 #pragma GCC unroll 12
                 for (int r = 0; r < kRows; r++)
@@ -121,7 +124,8 @@ template <From from = From::kMemory, Begin begin = Begin::kWithSums, typename T>
 inline void multiply_panel(int rows, const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2],
                            int64_t segments = 1) {
     with_count<kMaxRows>(rows, [&](auto count) {
-        multiply_panel<count, from, begin>(a, a_stride, panel, steps, sums, segments);
+        const T* right = panel + Format<T>::kPack * kLanes;
+        multiply_columns<count, from, begin, kPanel>(a, a_stride, panel, right, steps, sums, segments);
     });
 }
 

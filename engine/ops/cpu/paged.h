@@ -128,7 +128,7 @@ KVRELAY_ONCE void soften(
     float tile_peak = highest(high) * scale, best = std::max(peak, tile_peak);
     if (best == kNever) best = 0.0f;  // every key so far is hidden: all weights are 2^-inf = 0
     for (int i = 0; i < kVectors; i++) {
-        row[i] = exp2(row[i] * scale - best);
+        row[i] = exp2<std::is_same_v<T, bf16>>(row[i] * scale - best);
         mass += row[i];
         store_narrow(weights + i * kLanes, row[i]);
     }

@@ -1,10 +1,11 @@
 // Products of few query rows with keys and values where they lie, in groups. Sums are added up in the order of
-// multiply_panel, so that they have its bits.
+// multiply_columns, so that they have its bits.
 #pragma once
 #include "tile_packing.h"
 
 namespace kvrelay {
 
+constexpr int64_t kMeanwhileDepths = 8;  // of keys, likewise
 constexpr int kRegisterLanes = num_lanes<Register>, kGroupRegisters = kLanes / kRegisterLanes;
 
 // scores [kRows][kTileKeys] of queries [kRows][dim] and `count` keys, a multiple of kPanel, of the head that begins `at`

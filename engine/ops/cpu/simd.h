@@ -104,8 +104,10 @@ inline float highest(F32x16 v) {
     return fold(v, [](auto a, auto b) { return max(a, b); });
 }
 
-// 2^x for x <= 0, with a relative error below 3e-7; 0 below -125, NaN of NaN (hence the order of max's arguments). No
-// number on the way is subnormal: processors take a hundred cycles for these.
+// 2^x for x <= 0, with a relative error below 3e-7, or of 1.1e-4 for what is rounded to bfloat16 (4e-3 between neighbours);
+// 1 of 0, 0 below -125, NaN of NaN (hence the order of max's arguments). No number on the way is subnormal: processors take
+// a hundred cycles for these.
+template <bool kIsRounded = false>
 inline F32x16 exp2(F32x16 x) {
     F32x16 clamped = max(splat(-125.0f), x);
 #if defined(__AVX512F__)
@@ -114,12 +116,17 @@ inline F32x16 exp2(F32x16 x) {
     F32x16 shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the integer lands in the low bits
     F32x16 n = shifted - 12582912.0f;
 #endif
-    F32x16 r = clamped - n;  // in [-0.5, 0.5]: the Taylor series of e^(r ln 2)
-    F32x16 p = 1.5403530e-4f * r + 1.3333558e-3f;
-    p = p * r + 9.6181291e-3f;
-    p = p * r + 5.5504109e-2f;
-    p = p * r + 2.4022651e-1f;
-    p = p * r + 6.9314718e-1f;
+    F32x16 r = clamped - n, p;  // in [-0.5, 0.5]
+    if constexpr (kIsRounded) {  // the least error
+        p = 5.500895e-2f * r + 2.4221101e-1f;
+        p = p * r + 6.9328293e-1f;
+    } else {  // the Taylor series of e^(r ln 2)
+        p = 1.5403530e-4f * r + 1.3333558e-3f;
+        p = p * r + 9.6181291e-3f;
+        p = p * r + 5.5504109e-2f;
+        p = p * r + 2.4022651e-1f;
+        p = p * r + 6.9314718e-1f;
+    }
     p = p * r + 1.0f;
 #if defined(__AVX512F__)
     F32x16 result = (F32x16)_mm512_scalef_ps((__m512)p, (__m512)n);

@@ -1,5 +1,5 @@
-// Attention of new tokens, tile of keys by tile of keys: keys and values are packed once and then multiplied with all
-// query rows of a chunk; for those of a single token vectors take them where they lie (row_products.h).
+// Attention of new tokens, tile of keys by tile of keys: keys are multiplied where they lie, values are packed once and then
+// multiplied with all query rows of a chunk; with those of a single token they, too, where they lie (row_products.h).
 //
 // Both in one way, so that a token has the same bits whether it was decoded, read in a chunk or read again elsewhere:
 // tiles and splits begin at multiples of their sizes, and the tiles of a split, then the splits, are added up in order.
@@ -14,20 +14,28 @@ constexpr int64_t kLeastTileRows = 96;
 inline int64_t most_tile_rows() { return has_tiles() ? 384 : 192; }
 constexpr int64_t kItemsPerThread = 8;  // items of a chunk, unless that makes them too large or too small
 
-// Where a matrix begins, and how many elements its rows, or its panels, are apart.
+// Where a matrix begins, and how many elements its rows are apart.
 template <typename T>
 struct Strided {
     T* at;
     int64_t stride;
 };
 
-// C [rows][columns] (= or +=) A [rows][depth] * packed panels; float32 result. depth and columns are multiples of 32.
+// Where the columns of a panel begin, sixteen each.
+template <typename T>
+struct Columns {
+    const T *left, *right;
+};
+
+// C [rows][columns] (= or +=) A [rows][depth] * B; float32 result. depth and columns are multiples of 32. panel(c) has the
+// columns of B from c on, each step of which has kWidth columns: kPanel of a packed panel, kLanes of a group.
 enum class Into { kStore, kAdd };
 #if defined(KVRELAY_TILES)
 // In tile registers: `padded_rows` of C are written, whatever A has there. Two tiles of rows at a time, if there are two.
-template <Into into, int kTiles>
-inline void multiply_rows(const bf16* a, int64_t a_stride, int64_t depth, const bf16* panel, float* c, int64_t c_stride) {
-    constexpr int64_t kPanelStride = 2 * kPanel * sizeof(bf16);
+template <Into into, int kTiles, int kWidth>
+inline void multiply_rows(
+    const bf16* a, int64_t a_stride, int64_t depth, Columns<bf16> b, float* c, int64_t c_stride) {
+    constexpr int64_t b_bytes = 2 * kWidth * sizeof(bf16);
     int64_t a_bytes = a_stride * sizeof(bf16), c_bytes = c_stride * sizeof(float);
     float* below = c + kTiledRows * c_stride;
     if constexpr (into == Into::kAdd) {
@@ -47,9 +55,9 @@ inline void multiply_rows(const bf16* a, int64_t a_stride, int64_t depth, const 
     }
     for (int64_t k = 0; k < depth; k += kRunDepths) {
         _tile_loadd(4, a + k, a_bytes);
-        _tile_loadd(6, panel + k * kPanel, kPanelStride);
+        _tile_loadd(6, b.left + k * kWidth, b_bytes);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, panel + k * kPanel + 2 * kLanes, kPanelStride);
+        _tile_loadd(7, b.right + k * kWidth, b_bytes);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (kTiles == 2) {
             _tile_loadd(5, a + kTiledRows * a_stride + k, a_bytes);
@@ -64,45 +72,49 @@ inline void multiply_rows(const bf16* a, int64_t a_stride, int64_t depth, const 
         _tile_stored(3, below + kLanes, c_bytes);
     }
 }
-template <Into into>
-inline void multiply_in_registers(Strided<const bf16> a, int64_t rows, int64_t depth, Strided<const bf16> packed,
-                                  int64_t columns, Strided<float> c) {
+template <Into into, int kWidth, typename Panel>
+inline void multiply_in_registers(
+    Strided<const bf16> a, int64_t rows, int64_t depth, Panel panel, int64_t columns, Strided<float> c) {
     asm volatile("" ::: "memory");  // tiles are loaded and stored behind the compiler's back
-    for (int64_t column = 0; column < columns; column += kPanel, packed.at += packed.stride) {
+    for (int64_t column = 0; column < columns; column += kPanel) {
         const bf16* from = a.at;
         float* to = c.at + column;
         int64_t left = rows;
         for (; left > kTiledRows; left -= 2 * kTiledRows) {
-            multiply_rows<into, 2>(from, a.stride, depth, packed.at, to, c.stride);
+            multiply_rows<into, 2, kWidth>(from, a.stride, depth, panel(column), to, c.stride);
             from += 2 * kTiledRows * a.stride, to += 2 * kTiledRows * c.stride;
         }
-        if (left > 0) multiply_rows<into, 1>(from, a.stride, depth, packed.at, to, c.stride);
+        if (left > 0) multiply_rows<into, 1, kWidth>(from, a.stride, depth, panel(column), to, c.stride);
     }
     asm volatile("" ::: "memory");
 }
 #endif
 
-template <Into into, typename T>
-inline void multiply_tile(Strided<const T> a, int64_t rows, int64_t depth, Strided<const T> packed, int64_t columns,
-                          Strided<float> c) {
+template <Into into, int kWidth, typename T, typename Panel>
+inline void multiply_tile(
+    Strided<const T> a, int64_t rows, int64_t depth, Panel panel, int64_t columns, Strided<float> c) {
 #if defined(KVRELAY_TILES)
     if constexpr (std::is_same_v<T, bf16>)
-        if (has_tiles()) return multiply_in_registers<into>(a, rows, depth, packed, columns, c);
+        if (has_tiles()) return multiply_in_registers<into, kWidth>(a, rows, depth, panel, columns, c);
 #endif
     int64_t step = rows_per_pass(rows);
-    for (int64_t column = 0; column < columns; column += kPanel, packed.at += packed.stride)
+    for (int64_t column = 0; column < columns; column += kPanel) {
+        Columns<T> b = panel(column);
         for (int64_t row = 0; row < rows; row += step) {
-            int count = int(std::min(step, rows - row));
             F32x16 sums[kMaxRows][2] = {};
             float* to = c.at + row * c.stride + column;
-            if constexpr (into == Into::kAdd)
+            with_count<kMaxRows>(int(std::min(step, rows - row)), [&](auto count) {
+                if constexpr (into == Into::kAdd)
+                    for (int r = 0; r < count; r++)
+                        for (int half = 0; half < 2; half++)
+                            sums[r][half] = load<F32x16>(to + r * c.stride + half * kLanes);
+                multiply_columns<count, From::kMemory, Begin::kWithSums, kWidth>(
+                    a.at + row * a.stride, a.stride, b.left, b.right, num_steps<T>(depth), sums, 1);
                 for (int r = 0; r < count; r++)
-                    for (int half = 0; half < 2; half++)
-                        sums[r][half] = load<F32x16>(to + r * c.stride + half * kLanes);
-            multiply_panel(count, a.at + row * a.stride, a.stride, packed.at, num_steps<T>(depth), sums);
-            for (int r = 0; r < count; r++)
-                for (int half = 0; half < 2; half++) store(to + r * c.stride + half * kLanes, sums[r][half]);
+                    for (int half = 0; half < 2; half++) store(to + r * c.stride + half * kLanes, sums[r][half]);
+            });
         }
+    }
 }
 
 // Hide what a query row must not see: keys after its position, and keys before its window.
@@ -130,24 +142,32 @@ inline void soften_tile(const Step& step, Window window, int64_t at, int64_t fir
     }
 }
 
-// Add `keys` packed keys, the first of which is `at`, to what `rows` query rows have summed, from row `own` of `partial`
-// on. Query row r is at position first + r / group. Rows that see none of the keys are passed over, as many whole tiles
-// of them as there are at either end.
+// Add `keys` keys, the first of which is `at`, to what `rows` query rows have summed, from row `own` of `partial` on: keys
+// in groups, of a head `offset` elements behind the first one, and values packed in `tile`. Query row r is at position
+// first + r / group. Rows that see none of the keys are passed over, as many whole tiles of them as there are at either end.
 template <typename T>
-inline void add_tile(const Step& step, Window window, int64_t at, int64_t keys, const T* queries, int64_t rows,
-                     int64_t first, TileBuffers<T>& tile, Partial& partial, int64_t own) {
+inline void add_tile(const Step& step, Window window, int64_t at, int64_t keys, const T* const* groups, int64_t offset,
+                     const T* queries, int64_t rows, int64_t first, TileBuffers<T>& tile, Partial& partial, int64_t own) {
     int64_t dim = step.head_dim;
     auto sees = [&](int64_t row) { return window.first_visible(first + row / step.group()) < at + kTileKeys; };
     int64_t blind = std::max<int64_t>(0, at - first) * step.group() / kTiledRows * kTiledRows;
     int64_t end = (rows - 1) / kTiledRows * kTiledRows;  // where the last tile of rows begins
     while (end > blind && !sees(end)) rows = end, end -= kTiledRows;
-    queries += blind * dim, rows -= blind, own += blind;
-    multiply_tile<Into::kStore, T>(
-        {queries, dim}, rows, dim, {tile.keys.data(), panel_size<T>(dim)}, keys, {tile.scores.data(), kTileKeys});
-    soften_tile(step, window, at, first, blind, rows, tile, partial, own);
-    multiply_tile<Into::kAdd, T>(
-        {tile.weights.data(), kTileKeys}, rows, keys, {tile.values.data(), kTileKeys * kPanel}, dim,
-        {partial.out.data() + own * dim, dim});
+    auto key_columns = [&](int64_t key) {
+        return Columns<T>{groups[key / kLanes] + offset, groups[key / kLanes + 1] + offset};
+    };
+    auto value_columns = [&](int64_t column) {
+        const T* panel = tile.values.data() + column * kTileKeys;
+        return Columns<T>{panel, panel + Format<T>::kPack * kLanes};
+    };
+    for (int64_t row = blind; row < rows; row += rows_together<T>()) {
+        int64_t count = std::min(rows_together<T>(), rows - row);
+        multiply_tile<Into::kStore, kLanes, T>(
+            {queries + row * dim, dim}, count, dim, key_columns, keys, {tile.scores.data(), kTileKeys});
+        soften_tile(step, window, at, first, row, count, tile, partial, own + row);
+        multiply_tile<Into::kAdd, kPanel, T>({tile.weights.data(), kTileKeys}, count, keys, value_columns, dim,
+                                             {partial.out.data() + (own + row) * dim, dim});
+    }
 }
 
 // The same for a decode token's `rows` query rows, with keys and values where they lie, of a head `offset` elements behind
@@ -195,13 +215,13 @@ void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, con
             codes.find(layout, layer.key_bytes(), layer.value_bytes(), table, item.first_head, at, last + 1);
             if (layer.format == PageFormat::kInt8) pack_codes<false>(codes, layout, last + 1 - at, dim, tile);
             else pack_codes<true>(codes, layout, last + 1 - at, dim, tile);
+            for (int g = 0; g < kTileGroups; g++) found.keys[g] = tile.keys.data() + g * kLanes * dim;
         } else {
             found.find(step, layer, table, item.first_head, 1, at, oldest, last + 1);
             auto meanwhile = [] {};
-            pack_keys(found, keys, 0, dim, tile.keys.data(), meanwhile);
             pack_values(found, keys, 0, dim, tile.values.data(), meanwhile);
         }
-        add_tile(step, layer.window, at, keys, tile.queries.data(), rows, first, tile, split, 0);
+        add_tile(step, layer.window, at, keys, found.keys, 0, tile.queries.data(), rows, first, tile, split, 0);
         if (at + kTileKeys > last || (at + kTileKeys) % kSplitKeys == 0) {
             for (int64_t r = 0; r < rows; r++) whole.absorb(r, split, r, dim);
             split.reset(padded_rows<T>(rows), dim);
@@ -252,9 +272,8 @@ void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, cons
                     step, layer.window, at, keys, tile, offset, of_head, group, position, buffers, partial, own, fetch_next);
                 continue;
             }
-            pack_keys(tile, keys, offset, dim, buffers.keys.data(), fetch_next);
             pack_values(tile, keys, offset, dim, buffers.values.data(), fetch_next);
-            add_tile(step, layer.window, at, keys, of_head, group, position, buffers, partial, own);
+            add_tile(step, layer.window, at, keys, tile.keys, offset, of_head, group, position, buffers, partial, own);
         }
     }
 }

@@ -59,12 +59,13 @@ public:
         }
         if (end % kLanes == 0) return;
         int last = int((latest - first) / kLanes);
+        int64_t held = end % kLanes, whole = (held + kPack - 1) / kPack * kPack;  // of them, and with the last one's pair
         own_.assign(values[last], values[last] + heads * size);
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t token = end % kLanes; token < kLanes; token++) {
-                T* to = own_.data() + h * size + token / kPack * kPack * step.head_dim + token % kPack;
-                for (int64_t d = 0; d < step.head_dim; d++) to[d * kPack] = T{};
-            }
+        for (T* to = own_.data(); to < own_.data() + heads * size; to += size) {
+            if (held < whole)
+                for (int64_t d = 0; d < step.head_dim; d++) to[(whole - kPack) * step.head_dim + d * kPack + 1] = T{};
+            std::fill(to + whole * step.head_dim, to + size, T{});
+        }
         for (int g = last; g < kTileGroups; g++) values[g] = own_.data();
     }
 

@@ -10,26 +10,10 @@
 
 namespace kvrelay {
 
-constexpr int64_t kMeanwhileDepths = 8;  // of keys that are taken between two times that something else is done
-constexpr int64_t kMeanwhileKeys = 4;    // the same of values
+constexpr int64_t kMeanwhileKeys = 4;  // whose values are taken between two times that something else is done
 
-// Pack the first `count` keys of a head, which begins `at` elements behind a group's first one, as B = keys^T, in panels
-// of 32 keys. `meanwhile()` is called now and then.
-template <typename T, typename Meanwhile>
-inline void pack_keys(
-    const TileGroups<T>& tile, int64_t count, int64_t at, int64_t dim, T* packed, Meanwhile& meanwhile) {
-    constexpr int pack = Format<T>::kPack;
-    for (int64_t first = 0; first < count; first += kLanes) {
-        const T* from = tile.keys[first / kLanes] + at;
-        T* panel = packed + first / kPanel * panel_size<T>(dim) + first % kPanel * pack;
-        for (int64_t k = 0; k < dim; k += pack) {
-            if (k % kMeanwhileDepths == 0) meanwhile();
-            store(panel + k * kPanel, load<I32x16>(from + k * kLanes));
-        }
-    }
-}
-
-// Pack values likewise, as B: panels of 32 columns, whose depth are kTileKeys keys.
+// Pack the values of the first `count` keys of a head, which begins `at` elements behind a group's first one, as B: panels
+// of 32 columns, whose depth are kTileKeys keys. `meanwhile()` is called now and then.
 template <typename T, typename Meanwhile>
 inline void pack_values(
     const TileGroups<T>& tile, int64_t count, int64_t at, int64_t dim, T* packed, Meanwhile& meanwhile) {
@@ -49,7 +33,14 @@ inline int64_t padded_rows(int64_t rows) {
     return (rows + kTiledRows - 1) / kTiledRows * kTiledRows;
 }
 
-// Buffers of an item, one per thread: queries of some heads, keys and values of one, [padded rows][..].
+// Query rows that are multiplied with a tile at a time: what lies between the two products stays in the first cache.
+template <typename T>
+inline int64_t rows_together() {
+    return std::is_same_v<T, bf16> && has_tiles() ? 2 * kTiledRows : 4 * kMaxRows;
+}
+
+// Buffers of an item, one per thread: queries of some heads [heads][padded rows][dim]; of one, keys in groups, values in
+// panels, and scores and weights of some rows.
 template <typename T>
 struct TileBuffers {
     std::vector<T> queries, keys, values, weights;
@@ -59,8 +50,8 @@ struct TileBuffers {
         queries.resize(heads * rows * dim);
         keys.resize(kTileKeys * dim);
         values.resize(kTileKeys * dim);
-        weights.resize(rows * kTileKeys);
-        scores.resize(rows * kTileKeys);
+        weights.resize(std::min(rows, rows_together<T>()) * kTileKeys);
+        scores.resize(std::min(rows, rows_together<T>()) * kTileKeys);
     }
 };
 
@@ -81,16 +72,18 @@ private:
 #endif
 };
 
-// Two depths of sixteen columns, at their place in a panel.
+// Two depths of sixteen columns, at their place among kWidth of them.
+template <int kWidth>
 inline void store_depths(float* to, F32x16 even, F32x16 odd) {
     store(to, even);
-    store(to + kPanel, odd);
+    store(to + kWidth, odd);
 }
+template <int kWidth>
 inline void store_depths(bf16* to, F32x16 even, F32x16 odd) {
     store(to, pair_up(narrow(even), narrow(odd)));
 }
 
-// Pack the codes of one head like rows of T. Only the first `count` keys are known to be written.
+// Put the keys of one head's codes into groups of T, and pack the values. Only the first `count` keys are known to be written.
 template <bool kIsInt4, typename T>
 inline void pack_codes(const CodeGroups<kTileGroups>& codes, const CodeLayout& layout, int64_t count,
                        int64_t dim, TileBuffers<T>& tile) {
@@ -103,12 +96,12 @@ inline void pack_codes(const CodeGroups<kTileGroups>& codes, const CodeLayout& l
         use(low + kLanes, [&](int i) { return decode_byte<true, 1>(bytes, i); });
     };
     for (int g = 0; g < kTileGroups; g++) {
-        T* panel = tile.keys.data() + g / 2 * panel_size<T>(dim) + g % 2 * kLanes * pack;
+        T* group = tile.keys.data() + g * kLanes * dim;
         for (int64_t byte = 0; byte < layout.row_bytes; byte += 4) {
             F32x16 scale = load_scales(codes.key_scales[g], byte / bytes_per_scale);
             each_half(load<I32x16>(codes.keys[g] + byte * kLanes), byte, [&](int64_t d, auto code) {
-                store_depths(panel + d * kPanel, code(0) * scale, code(1) * scale);
-                store_depths(panel + (d + 2) * kPanel, code(2) * scale, code(3) * scale);
+                store_depths<kLanes>(group + d * kLanes, code(0) * scale, code(1) * scale);
+                store_depths<kLanes>(group + (d + 2) * kLanes, code(2) * scale, code(3) * scale);
             });
         }
         for (int64_t byte = 0; byte < layout.row_bytes; byte += kLanes) {
@@ -119,8 +112,8 @@ inline void pack_codes(const CodeGroups<kTileGroups>& codes, const CodeLayout& l
                 each_half(bytes, byte, [&](int64_t d, auto code) {
                     int64_t k = g * kLanes + quad * 4;
                     T* to = tile.values.data() + d / kPanel * kTileKeys * kPanel + d % kPanel * pack;
-                    store_depths(to + k * kPanel, code(0) * scales[quad * 4], code(1) * scales[quad * 4 + 1]);
-                    store_depths(to + (k + 2) * kPanel, code(2) * scales[quad * 4 + 2], code(3) * scales[quad * 4 + 3]);
+                    store_depths<kPanel>(to + k * kPanel, code(0) * scales[quad * 4], code(1) * scales[quad * 4 + 1]);
+                    store_depths<kPanel>(to + (k + 2) * kPanel, code(2) * scales[quad * 4 + 2], code(3) * scales[quad * 4 + 3]);
                 });
             }
         }

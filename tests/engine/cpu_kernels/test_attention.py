@@ -56,14 +56,15 @@ def test_attention_when_float32_equals_torch(
     has_sinks: bool,
 ) -> None:
     config = make_config(*heads, head_dim, window)
-    spans = spans_for(lengths, block_size)
+    num_blocks = 16 * NUM_BLOCKS // block_size
+    spans = spans_for(lengths, block_size, num_blocks)
     metadata = AttentionMetadata.from_spans(spans, block_size=block_size)
     qkv = make_qkv(config, len(metadata.positions), torch.float32)
     q_norm, k_norm = (torch.rand(head_dim) if has_norms else None for _ in range(2))
     sinks = 2 * torch.randn(heads[0]) if has_sinks else None
     results, stores = [], []
     for make_ops in (lambda store: TorchOps(config, store), lambda store: CpuOps(config, store, float32_kernels)):
-        store = make_store(config, torch.float32, block_size=block_size)
+        store = make_store(config, torch.float32, block_size=block_size, num_blocks=num_blocks)
         results.append(make_ops(store).plan(metadata).attend(0, qkv.clone(), q_norm, k_norm, sinks))
         stores.append(store)
     torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=2e-5)
@@ -198,7 +199,7 @@ def test_attention_of_a_token_has_the_same_bits_decoded_and_in_any_chunk(
 ) -> None:
     """An answer that goes on elsewhere was decoded there token by token, and is read here in one piece."""
     config = make_config(*heads, head_dim, window)
-    num_tokens, num_blocks = 590, 1024 // block_size
+    num_tokens, num_blocks = 590, 16 * NUM_BLOCKS // block_size
     qkv = make_qkv(config, num_tokens, kernels.dtype)
     sinks = torch.randn(heads[0]).to(kernels.dtype) if has_sinks else None
 
