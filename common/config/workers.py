@@ -142,8 +142,8 @@ class PoolConfig(Section):
     """[Ranks](serving.md#ranks) of one worker, processes with a part of the weights and heads each. The pools may
     differ."""
     block_size: Annotated[int, Field(ge=1, le=512), Need.GENERATION] = 16
-    """Tokens per KV block. Equal in both pools; on CPUs multiples of 16 are faster. With `model.engine: vllm` a multiple
-    of 32, and 32 if left out."""
+    """Tokens per KV block. Equal in both pools; on CPUs multiples of 16 are faster. With `model.engine: vllm` a
+    multiple of 32, and 32 if left out."""
     kv_memory_gib: Annotated[Annotated[float, Field(gt=0)] | Literal["auto"], Need.POOL] = "auto"
     """Memory for the KV pages of one worker; the resulting number of pages is logged. `auto`: from the memory measured
     to be free, see below."""
