@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
-from benchmarks import session_clients, tier_sessions
+from benchmarks import tier_sessions
 from tests.measure.workload.test_session_traces import ask, write
 
 
 def test_sessions_are_played_smaller_and_faster_without_those_that_do_not_fit(tmp_path: Path) -> None:
+    from benchmarks import session_clients  # and two clients, for which every other test would wait
+
     turns = [ask(0, 6_400, 640, [[1, 3]], think_s=0.0), ask(90, 9_600, 320, [[4, 1]], think_s=80.0)]
     fits = {"session": "fits", "requests": [*turns, ask(200, 12_800, 640, [[5, 1]], think_s=90.0)]}
     longest = {"session": "long", "requests": [ask(0, 1_000_000, 640, [[1, 3]], think_s=0.0)]}
