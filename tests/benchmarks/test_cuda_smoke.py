@@ -35,6 +35,8 @@ from engine.ops.triton_kernels.decode_attention import decode_attention
 from engine.options import ModelDescription
 from tests.caches import empty_cache
 
+pytestmark = pytest.mark.usefixtures("rates_measured_once")
+
 Main = Callable[[list[str] | None], int]
 
 REPOSITORY = Path(__file__).parents[2]

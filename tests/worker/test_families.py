@@ -11,6 +11,8 @@ from tests.engine.tiny_models import make_model, make_prompt, reference_tokens
 from tests.worker.cluster import running_pool
 from tests.worker.prefixes import where
 
+pytestmark = pytest.mark.usefixtures("rates_measured_once")
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "deepseek_v3": {},
