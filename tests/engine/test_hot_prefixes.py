@@ -37,10 +37,15 @@ class HotMachine(PoolMachine):
 
     def check_choice(self, named: set[BlockHash], max_blocks: int) -> None:
         free = [(value, self.pool.hash_of(page)) for value, page in self.pool.hottest()]
-        left_out = [value for value, block_hash in free if block_hash not in named]
+        worth: dict[BlockHash, float] = {}  # a block that is asked for takes all before it
+        for value, block_hash in free:
+            tokens, root = self.tokens_of[block_hash], self.root_of[block_hash]
+            for each in hash_blocks(tokens, root=root, block_size=SMALL_BLOCK):
+                worth[each] = max(value, worth.get(each, value))
+        left_out = [worth[block_hash] for _, block_hash in free if block_hash not in named]
         if len(named) < max_blocks:
             assert not left_out, "there was room for them"
-        chosen = [value for value, block_hash in free if block_hash in named]
+        chosen = [worth[block_hash] for _, block_hash in free if block_hash in named]
         assert not left_out or not chosen or max(left_out) <= min(chosen)
 
     def page(self, block_hash: BlockHash) -> int:
