@@ -76,9 +76,12 @@ template <typename V, typename Combine>
 inline Lane<V> fold(V v, Combine combine) {
     if constexpr (is_pair<V>) {
         return fold(combine(v.low, v.high), combine);
+    } else if constexpr (num_lanes<V> > 4) {  // narrow registers are combined faster
+        typedef Lane<V> Half __attribute__((vector_size(sizeof(V) / 2)));
+        Half halves[2];
+        std::memcpy(halves, &v, sizeof(V));
+        return fold(combine(halves[0], halves[1]), combine);
     } else {
-        if constexpr (num_lanes<V> > 8) v = combine(v, swap<8>(v));
-        if constexpr (num_lanes<V> > 4) v = combine(v, swap<4>(v));
         v = combine(v, swap<2>(v));
         return combine(v, swap<1>(v))[0];
     }
@@ -89,8 +92,10 @@ template <typename V>
 inline V max(V a, V b) {
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<V, F32x16>) return (V)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-    if constexpr (std::is_same_v<V, Register>) return (V)_mm256_max_ps((__m256)a, (__m256)b);
+#endif
+#if defined(__AVX2__)
+    if constexpr (sizeof(V) == 32 && std::is_same_v<Lane<V>, float>) return (V)_mm256_max_ps((__m256)a, (__m256)b);
+    if constexpr (sizeof(V) == 16 && std::is_same_v<Lane<V>, float>) return (V)_mm_max_ps((__m128)a, (__m128)b);
 #endif
     if constexpr (is_pair<V>) return {max(a.low, b.low), max(a.high, b.high)};
     else return select(a > b, a, b);
