@@ -150,11 +150,12 @@ template <int kGroups>
 struct CodeGroups {
     const uint8_t *keys[kGroups], *values[kGroups], *key_scales[kGroups], *value_scales[kGroups];
 
-    // Tokens [first, end), `first` being the first of its group.
+    // From token `first` on, the first of its group. Tokens [begin, end) are read; groups without any hold a neighbour's.
     void find(const CodeLayout& layout, const uint8_t* key_pages, const uint8_t* value_pages, const int32_t* table,
-              int64_t head, int64_t first, int64_t end) {
+              int64_t head, int64_t first, int64_t begin, int64_t end) {
+        int64_t oldest = std::max(begin, first) / kLanes * kLanes, latest = (end - 1) / kLanes * kLanes;
         for (int g = 0; g < kGroups; g++) {
-            int64_t token = std::min(first + g * kLanes, (end - 1) / kLanes * kLanes);
+            int64_t token = std::clamp(first + g * kLanes, oldest, latest);
             int64_t block = table[token / layout.block_size], offset = token % layout.block_size;
             int64_t codes = layout.codes_at(block, offset, head), scales = layout.scales_at(block, offset, head);
             keys[g] = key_pages + codes, values[g] = value_pages + codes;

@@ -195,7 +195,7 @@ void attend_codes(const Step& step, const Layer<T>& layer, const Item& item, con
     CodeGroups<kTileGroups> tiles[2];
     auto find = [&](const Item& owner, int64_t first, CodeGroups<kTileGroups>& tile) {
         tile.find(layout, layer.key_bytes(), layer.value_bytes(), step.block_tables[owner.seq], owner.first_head, first,
-                  owner.end);
+                  owner.begin, owner.end);
     };
     int64_t start = item.begin / kLanes * kLanes;
     find(item, start, tiles[0]);

@@ -212,9 +212,9 @@ void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, con
         int64_t keys = multiplied_keys(last + 1 - at);  // later keys are hidden from all rows
         if (layer.has_codes()) {
             CodeLayout layout = layer.codes(step);
-            codes.find(layout, layer.key_bytes(), layer.value_bytes(), table, item.first_head, at, last + 1);
-            if (layer.format == PageFormat::kInt8) pack_codes<false>(codes, layout, last + 1 - at, dim, tile);
-            else pack_codes<true>(codes, layout, last + 1 - at, dim, tile);
+            codes.find(layout, layer.key_bytes(), layer.value_bytes(), table, item.first_head, at, oldest, last + 1);
+            if (layer.format == PageFormat::kInt8) pack_codes<false>(codes, layout, oldest - at, last + 1 - at, dim, tile);
+            else pack_codes<true>(codes, layout, oldest - at, last + 1 - at, dim, tile);
             for (int g = 0; g < kTileGroups; g++) found.keys[g] = tile.keys.data() + g * kLanes * dim;
         } else {
             found.find(step, layer, table, item.first_head, 1, at, oldest, last + 1);

@@ -83,9 +83,10 @@ inline void store_depths(bf16* to, F32x16 even, F32x16 odd) {
     store(to, pair_up(narrow(even), narrow(odd)));
 }
 
-// Put the keys of one head's codes into groups of T, and pack the values. Only the first `count` keys are known to be written.
+// Put the keys of one head's codes into groups of T, and pack the values. Only keys [begin, end) of the tile are read:
+// values of others are zero.
 template <bool kIsInt4, typename T>
-inline void pack_codes(const CodeGroups<kTileGroups>& codes, const CodeLayout& layout, int64_t count,
+inline void pack_codes(const CodeGroups<kTileGroups>& codes, const CodeLayout& layout, int64_t begin, int64_t end,
                        int64_t dim, TileBuffers<T>& tile) {
     constexpr int pack = Format<T>::kPack;
     int64_t bytes_per_scale = layout.row_bytes / layout.row_scales;
@@ -106,7 +107,7 @@ inline void pack_codes(const CodeGroups<kTileGroups>& codes, const CodeLayout& l
         }
         for (int64_t byte = 0; byte < layout.row_bytes; byte += kLanes) {
             float scales[kLanes];
-            store(scales, keep(load_scales(codes.value_scales[g], byte / bytes_per_scale), g * kLanes, 0, count));
+            store(scales, keep(load_scales(codes.value_scales[g], byte / bytes_per_scale), g * kLanes, begin, end));
             for (int quad = 0; quad < 4; quad++) {
                 I32x16 bytes = load<I32x16>(codes.values[g] + (quad * layout.row_bytes + byte) * 4);
                 each_half(bytes, byte, [&](int64_t d, auto code) {

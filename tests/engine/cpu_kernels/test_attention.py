@@ -152,11 +152,14 @@ def test_attention_when_scores_are_huge_stays_exact(float32_kernels: CpuKernels,
     assert not found[:, 32:].any()
 
 
+@pytest.mark.parametrize("window", [None, Window(num_tokens=20), Window(num_tokens=40, is_chunk=True)], ids=str)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_free_slots_are_never_read(kernels: CpuKernels, kv_dtype: KvDtype) -> None:
-    config = make_config(3, 1, 64, None)
-    spans = spans_for([(20, 1), (0, 21), (70, 3)], 16)
-    used = [slot for span in spans for slot in slots_of(span, end=span.num_computed)]
+def test_free_slots_are_never_read(kernels: CpuKernels, kv_dtype: KvDtype, window: Window | None) -> None:
+    config = make_config(3, 1, 64, window)
+    spans = spans_for([(20, 1), (0, 21), (70, 3), (70, 1)], 16)
+    # Blocks before the window have been given to others.
+    oldest = [0 if window is None else max(0, window.first_visible(span.num_computed)) // 16 * 16 for span in spans]
+    used = [slot for span, at in zip(spans, oldest, strict=True) for slot in slots_of(span, at, span.num_computed)]
     free = torch.tensor(sorted(set(range(NUM_BLOCKS * 16)) - set(used)))
     results = []
     for rest in (0.0, float("nan")):
@@ -167,7 +170,7 @@ def test_free_slots_are_never_read(kernels: CpuKernels, kv_dtype: KvDtype) -> No
             else:
                 CodeLayout(store.shape, store.kv_format).scales(pages)[place(free, 16)] = rest
         torch.manual_seed(1)
-        results.append(attend(CpuOps(config, store, kernels), spans, make_qkv(config, 25, kernels.dtype)))
+        results.append(attend(CpuOps(config, store, kernels), spans, make_qkv(config, 26, kernels.dtype)))
     assert results[0].isfinite().all()
     assert torch.equal(*results)
 
