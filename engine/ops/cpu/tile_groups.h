@@ -66,7 +66,8 @@ public:
                 for (int64_t d = 0; d < step.head_dim; d++) to[(whole - kPack) * step.head_dim + d * kPack + 1] = T{};
             std::fill(to + whole * step.head_dim, to + size, T{});
         }
-        for (int g = last; g < kTileGroups; g++) values[g] = own_.data();
+        // Places before the tile's first key may hold its last group, too.
+        for (int g = oldest == latest ? 0 : last; g < kTileGroups; g++) values[g] = own_.data();
     }
 
 private:
