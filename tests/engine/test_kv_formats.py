@@ -1,5 +1,6 @@
 """Keys and values in 8 and 4 bits: formats, pages, whole models, and blocks that move from one engine to another."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -96,13 +97,21 @@ def test_blocks_of_codes_travel_with_their_scales(kv_dtype: KvDtype) -> None:
     assert not any(target.read_blocks([BlockId(1)]))
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("kv_dtype", CODED)
-def test_answer_continues_on_the_pages_of_another_engine(model_dir: Path, kv_dtype: KvDtype, kernels: str) -> None:
-    """What a decode worker does with the blocks of a prefill worker."""
+@pytest.mark.parametrize(
+    ("kv_dtype", "kernels"),
+    [
+        *itertools.product(CODED, [("auto", "auto"), ("torch", "torch")]),
+        *(("auto", kernels) for kernels in itertools.product(("auto", "torch"), repeat=2)),
+    ],
+)
+def test_answer_continues_on_the_pages_of_another_engine(
+    model_dir: Path, kv_dtype: KvDtype, kernels: tuple[str, str]
+) -> None:
+    """What a decode worker does with the blocks of a prefill worker, which may have no compiler."""
     prompt = make_prompt(45)
-    options = {"kv_dtype": kv_dtype, "kernels": kernels, "block_size": 16, "num_blocks": 12}
-    prefill, decode = load(model_dir, **options), load(model_dir, **options)
+    options = {"kv_dtype": kv_dtype, "block_size": 16, "num_blocks": 12}
+    prefill, decode = (load(model_dir, kernels=each, **options) for each in kernels)
+    assert prefill.kv.shape == decode.kv.shape
     local = make_sequence(prompt, block_size=16)
     [expected] = Driver(prefill).generate([local], num_tokens=12)
     moved, driver = make_sequence(prompt, block_size=16), Driver(decode, seed=5)
