@@ -6,6 +6,7 @@ The results are those of torch, and the bits are the same in any batch and chunk
 import itertools
 import random
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,6 +174,21 @@ def test_free_slots_are_never_read(kernels: CpuKernels, kv_dtype: KvDtype, windo
         results.append(attend(CpuOps(config, store, kernels), spans, make_qkv(config, 26, kernels.dtype)))
     assert results[0].isfinite().all()
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_drafted_token_is_written_to_the_pages_of_its_branches_too(kernels: CpuKernels, kv_dtype: KvDtype) -> None:
+    config = make_config(6, 2, 64, None)
+    [span] = spans_for([(37, 1)], 16)
+    unused = sorted(set(range(NUM_BLOCKS)) - set(span.block_table))
+    branches = [array("i", [*span.block_table[:2], block_id]) for block_id in unused[:2]]
+    store = make_store(config, kernels.dtype, kv_dtype=kv_dtype)
+    ops = CpuOps(config, store, kernels)
+    attend(ops, [replace(span, mirrors=branches)], make_qkv(config, 1, kernels.dtype))
+    for pages in layer_pages(store, 0, kernels.dtype):
+        tables = [torch.tensor(table) for table in (span.block_table, *branches)]
+        own, *others = (pages.gather(table, 1, 38)[0, :, 37] for table in tables)
+        assert all(torch.equal(own, each) for each in others)
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
