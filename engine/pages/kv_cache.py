@@ -8,8 +8,8 @@ head_dim], or, on CPUs (`engine.pages.kv_format`), in groups
     keys    [block_size / 16, num_kv_heads, head_dim / pack, 16 tokens, pack dimensions]
     values  [block_size / 16, num_kv_heads, 16 / pack, head_dim, pack tokens]
 
-of values in four bytes, two of bfloat16 or one of float32, or codes (latent rows as keys) with their scales behind
-them,
+with `pack` values in four bytes, two of bfloat16 or one of float32; or codes (latent rows as keys) with their scales
+behind them,
 
     keys    [block_size / 16, num_kv_heads, row_bytes / 4, 16 tokens, 4 bytes]
     values  [block_size / 16, num_kv_heads, 4, row_bytes, 4 tokens]

@@ -120,7 +120,7 @@ inline std::vector<Item> cut(const Step& step, Window window, int64_t& num_split
 }
 
 // output [num_tokens, num_heads, head_dim] from qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], whose
-// queries are turned in place. Writes the new tokens' pages. head_dim is a multiple of 32. All threads.
+// queries and keys are turned in place. Writes the new tokens' pages. head_dim is a multiple of 32. All threads.
 template <typename T>
 void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
     rotate_and_write(step, layer, qkv);

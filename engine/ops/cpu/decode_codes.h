@@ -181,7 +181,7 @@ inline void attend_tile(const Step& step, const Item& item, const CodeLayout& la
     }
 }
 
-// One token's query heads over keys [item.begin, item.end), like `attend_keys` over plain pages.
+// One token's query heads over keys [item.begin, item.end), like `attend_keys` over pages of values.
 template <bool kIsInt4, typename T>
 void attend_codes(const Step& step, const Layer<T>& layer, const Item& item, const Item* after, const T* queries,
                   Partial& partial) {

@@ -8,7 +8,7 @@
 
 namespace kvrelay {
 
-// Query rows of a chunk's item. Each item packs all keys and values that it sees: the more rows, the less of that. But
+// Query rows of a chunk's item. Each item packs all values that it sees: the more rows, the less of that. But
 // more than 192 leave the first cache, which costs products in vectors a percent, and packs little beside them.
 constexpr int64_t kLeastTileRows = 96;
 inline int64_t most_tile_rows() { return has_tiles() ? 384 : 192; }

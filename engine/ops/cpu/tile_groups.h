@@ -45,8 +45,9 @@ class TileGroups {
 public:
     const T *keys[kTileGroups], *values[kTileGroups];
 
-    // The tile begins at key `first`; keys [begin, end) of it are read, of `heads` heads. Places of other keys hold those
-    // of a neighbour, or zero: a NaN that another request has left behind must not meet the weight 0.
+    // The tile begins at key `first`; keys [begin, end) of it are read, of `heads` heads. Values of other places meet the
+    // weight 0, which a NaN survives that another request has left behind. So they are those of a neighbour, or zero, or,
+    // before `begin` in its group, the sequence's own.
     void find(const Step& step, const Layer<T>& layer, const int32_t* table, int64_t head, int64_t heads, int64_t first,
               int64_t begin, int64_t end) {
         begin = std::max(begin, first), end = std::min(end, first + kTileKeys);

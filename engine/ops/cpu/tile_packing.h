@@ -1,4 +1,4 @@
-// Tiles of keys and values, of plain pages or of codes, packed as matrix products take them (gemm.h).
+// Tiles as matrix products take them (gemm.h): values packed in panels, codes decoded into groups and panels.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -13,7 +13,7 @@ namespace kvrelay {
 constexpr int64_t kMeanwhileKeys = 4;  // whose values are taken between two times that something else is done
 
 // Pack the values of the first `count` keys of a head, which begins `at` elements behind a group's first one, as B: panels
-// of 32 columns, whose depth are kTileKeys keys. `meanwhile()` is called now and then.
+// of 32 columns, as deep as kTileKeys keys. `meanwhile()` is called now and then.
 template <typename T, typename Meanwhile>
 inline void pack_values(
     const TileGroups<T>& tile, int64_t count, int64_t at, int64_t dim, T* packed, Meanwhile& meanwhile) {
