@@ -208,6 +208,6 @@ class JoinedKvStore:
         return HostPages(region, num_blocks, self.shape)
 
     def _rows(self, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Return a view of blocks' bytes, [parts of all blocks, groups of tokens, num_kv_heads, their bytes]."""
+        """Return a view of blocks' bytes, [parts of all blocks, groups of tokens, num_kv_heads, bytes of each]."""
         shape, size = self.shape, self._store.kv_format.group_size
         return blocks.reshape(-1, shape.block_size // size, shape.num_kv_heads, size * shape.row_bytes)

@@ -31,12 +31,10 @@ KvDtype = Literal["auto", "fp8", "int8", "int4"]
 SCALE_DTYPE = torch.bfloat16
 TOKEN_GROUP = 16
 """Tokens whose codes, or values in groups, lie together in a page."""
-GROUPED_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of values that may lie in groups: those of the compiled kernels."""
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16)  # those of the compiled kernels
 _CPU = torch.device("cpu")
 _GROUPED = "grouped-"
-_GROUPED_DIMS = 32
-"""Dimensions of which grouped heads have a multiple: the kernels take no others."""
+_GROUPED_DIMS = 32  # of which grouped heads have a multiple: the kernels take no others
 _INT8_MAX = 127
 _INT8_BIAS = 128
 _INT4_MIN = -8
@@ -137,7 +135,7 @@ def page_format(
 ) -> KvFormat:
     """Return the format of a model's pages on a device: as `kv_format`, in groups where a CPU's kernels take them."""
     pages = kv_format(option, dtype)
-    takes_groups = device.type == "cpu" and pages.dtype in GROUPED_DTYPES and block_size % TOKEN_GROUP == 0
+    takes_groups = device.type == "cpu" and pages.dtype in _GROUPED_DTYPES and block_size % TOKEN_GROUP == 0
     if not takes_groups or isinstance(config, TransformersConfig) or config.latent is not None:
         return pages
     return pages if config.head_dim % _GROUPED_DIMS else _grouped_format(pages.dtype)

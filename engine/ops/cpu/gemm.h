@@ -84,10 +84,11 @@ KVRELAY_ONCE void multiply_columns(const T* a, int64_t a_stride, const T* left, 
         for (int64_t k = 0; k < steps; k++, a += pack, left += pack * kWidth, right += pack * kWidth) {
             if constexpr (from == From::kMemory) {
                 __builtin_prefetch(left + kPrefetchSteps * pack * kWidth);
-                __builtin_prefetch(right + kPrefetchSteps * pack * kWidth);
+                __builtin_prefetch((kWidth == kPanel ? left + pack * kLanes : right) + kPrefetchSteps * pack * kWidth);
             }
             auto columns = [&](int v) {
-                return load<Register>((v < width / 2 ? left + v * lanes * pack : right + (v - width / 2) * lanes * pack));
+                bool is_left = kWidth == kPanel || v < width / 2;  // with one address, products with weights are faster
+                return load<Register>(is_left ? left + v * lanes * pack : right + (v - width / 2) * lanes * pack);
             };
             if constexpr (kRegisterBytes == 64) {
 #pragma GCC unroll 12

@@ -127,17 +127,17 @@ inline void hide(float* row, int64_t first_key, int64_t position, Window window)
 // Keys of a tile that are multiplied if `count` are left: whole panels, and runs of registers.
 inline int64_t multiplied_keys(int64_t count) { return std::min(kTileKeys, (count + kPanel - 1) / kPanel * kPanel); }
 
-// Turn the scores of `rows` query rows into weights, and rescale what they have summed before, from row `own` of `partial`
-// on. Row r is at position first + (skipped + r) / group.
+// Turn the scores of `rows` query rows, from row `from` of `tile` on, into weights, and rescale what they have summed before,
+// from row `own` of `partial` on. Row r is at position first + (skipped + r) / group.
 template <typename T>
 inline void soften_tile(const Step& step, Window window, int64_t at, int64_t first, int64_t skipped, int64_t rows,
-                        TileBuffers<T>& tile, Partial& partial, int64_t own) {
+                        TileBuffers<T>& tile, Partial& partial, int64_t own, int64_t from = 0) {
     int64_t dim = step.head_dim, last = first + (skipped + rows - 1) / step.group();
     bool is_whole = at + kTileKeys - 1 <= first && at >= window.first_visible(last);
     for (int64_t r = 0; r < rows; r++) {
-        float* row = tile.scores.data() + r * kTileKeys;
+        float* row = tile.scores.data() + (from + r) * kTileKeys;
         if (!is_whole) hide(row, at, first + (skipped + r) / step.group(), window);
-        soften(row, step.scale, tile.weights.data() + r * kTileKeys, partial.peaks[own + r], partial.sums[own + r],
+        soften(row, step.scale, tile.weights.data() + (from + r) * kTileKeys, partial.peaks[own + r], partial.sums[own + r],
                partial.out.data() + (own + r) * dim, dim);
     }
 }
@@ -170,18 +170,28 @@ inline void add_tile(const Step& step, Window window, int64_t at, int64_t keys, 
     }
 }
 
-// The same for a decode token's `rows` query rows, with keys and values where they lie, of a head `offset` elements behind
-// the first one.
-template <typename T, typename Meanwhile>
-inline void add_rows(const Step& step, Window window, int64_t at, int64_t keys, const TileGroups<T>& found, int64_t offset,
-                     const T* queries, int64_t rows, int64_t position, TileBuffers<T>& tile, Partial& partial, int64_t own,
-                     Meanwhile& meanwhile) {
-    int64_t dim = step.head_dim;
-    with_count<kMaxRows>(int(rows), [&](auto count) {
-        score_keys<count>(queries, found, offset, keys, dim, tile.scores.data(), meanwhile);
-        soften_tile(step, window, at, position, 0, rows, tile, partial, own);
-        float* out = partial.out.data() + own * dim;
-        add_values<count>(tile.weights.data(), found, offset, keys, dim, out, meanwhile);
+// The same for the query rows of a decode token, of all `heads` of its item, with keys and values where they lie: in the
+// order of memory, group by group. The processor's own prefetcher does not see through block tables, so that each load asks
+// for the same place of the next tile.
+template <typename T>
+inline void add_rows(const Step& step, Window window, int64_t at, int64_t keys, const TileGroups<T>& found,
+                     const TileGroups<T>& next, int64_t heads, int64_t position, TileBuffers<T>& tile, Partial& partial) {
+    int64_t dim = step.head_dim, group = step.group(), size = kLanes * dim;
+    with_count<kMaxRows>(int(group), [&](auto count) {
+        for (int64_t first = 0; first < keys; first += kPanel)
+            for (int64_t head = 0; head < heads; head++) {
+                int64_t row = head * group;
+                score_keys<count>(tile.queries.data() + row * dim, found, next, first, head * size, dim,
+                                  tile.scores.data() + row * kTileKeys);
+            }
+        for (int64_t row = 0; row < heads * group; row += group)
+            soften_tile(step, window, at, position, 0, group, tile, partial, row, row);
+        for (int64_t first = 0; first < keys; first += kLanes)
+            for (int64_t head = 0; head < heads; head++) {
+                int64_t row = head * group;
+                add_values<count>(tile.weights.data() + row * kTileKeys, found, next, first, head * size, dim,
+                                  partial.out.data() + row * dim);
+            }
     });
 }
 
@@ -218,8 +228,7 @@ void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, con
             for (int g = 0; g < kTileGroups; g++) found.keys[g] = tile.keys.data() + g * kLanes * dim;
         } else {
             found.find(step, layer, table, item.first_head, 1, at, oldest, last + 1);
-            auto meanwhile = [] {};
-            pack_values(found, keys, 0, dim, tile.values.data(), meanwhile);
+            pack_values(found, keys, 0, dim, tile.values.data());
         }
         add_tile(step, layer.window, at, keys, found.keys, 0, tile.queries.data(), rows, first, tile, split, 0);
         if (at + kTileKeys > last || (at + kTileKeys) % kSplitKeys == 0) {
@@ -248,32 +257,38 @@ void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, cons
     TileRegisters<T> registers(group);
     for (int64_t head = 0; head < heads; head++)
         std::memcpy(buffers.queries.data() + head * rows * dim, queries + head * group * dim, group * dim * sizeof(T));
-    thread_local TileGroups<T> tiles[2];
-    auto find = [&](const Item& owner, int64_t at, TileGroups<T>& tile) {
-        tile.find(step, layer, step.block_tables[owner.seq], owner.first_head, heads, at, owner.begin, owner.end);
-        return (std::min(kTileKeys, owner.end - at) + kLanes - 1) / kLanes;
+    // This tile, the next and the one after that, which may be of the item `after`.
+    thread_local TileGroups<T> tile, next_tile, later_tile;
+    struct Place {
+        const Item* owner;
+        int64_t at;
     };
-    auto first_tile = [](const Item& owner) { return owner.begin / kTileKeys * kTileKeys; };
-    find(item, first_tile(item), tiles[0]);
-    int now = 0;
-    for (int64_t at = first_tile(item); at < item.end; at += kTileKeys, now = 1 - now) {
-        const TileGroups<T>&tile = tiles[now], &next = tiles[1 - now];
-        int64_t keys = multiplied_keys(item.end - at), next_groups = 0;
-        if (at + kTileKeys < item.end) next_groups = find(item, at + kTileKeys, tiles[1 - now]);
-        else if (after) next_groups = find(*after, first_tile(*after), tiles[1 - now]);
-        // A little of the next tile at a time, while this one is multiplied: many requests at once are waited for.
-        int64_t times = heads * (keys / kPanel * (dim / kMeanwhileDepths) + dim / kPanel / 2 * (keys / kMeanwhileKeys));
-        FetchAhead<T> fetch_next(next, next_groups, heads * size, times);
+    auto first_of = [](const Item& owner) { return Place{&owner, owner.begin / kTileKeys * kTileKeys}; };
+    auto following = [&](Place place) {
+        if (place.owner && place.at + kTileKeys < place.owner->end) return Place{place.owner, place.at + kTileKeys};
+        return place.owner == &item && after ? first_of(*after) : Place{nullptr, 0};
+    };
+    auto locate = [&](Place place, TileGroups<T>& groups) -> int64_t {
+        const Item* of = place.owner;
+        if (!of || layer.format != PageFormat::kGrouped) return 0;
+        return groups.locate(step, layer, step.block_tables[of->seq], of->first_head, place.at, of->begin, of->end);
+    };
+    int64_t position = step.context_lens[item.seq] - 1;
+    for (Place place = first_of(item); place.owner == &item; place = following(place)) {
+        int64_t at = place.at, keys = multiplied_keys(item.end - at);
+        tile.find(step, layer, step.block_tables[item.seq], item.first_head, heads, at, item.begin, item.end);
+        const TileGroups<T>& next = locate(following(place), next_tile) ? next_tile : tile;
+        look_up(later_tile, locate(following(following(place)), later_tile), heads, size);
+        if (group <= kMaxRows && !has_tiles()) {  // which take packed panels
+            add_rows(step, layer.window, at, keys, tile, next, heads, position, buffers, partial);
+            continue;
+        }
         for (int64_t head = 0; head < heads; head++) {
             const T* of_head = buffers.queries.data() + head * rows * dim;
-            int64_t position = step.context_lens[item.seq] - 1, own = head * rows, offset = head * size;
-            if (group <= kMaxRows && !has_tiles()) {  // which take packed panels
-                add_rows(
-                    step, layer.window, at, keys, tile, offset, of_head, group, position, buffers, partial, own, fetch_next);
-                continue;
-            }
-            pack_values(tile, keys, offset, dim, buffers.values.data(), fetch_next);
-            add_tile(step, layer.window, at, keys, tile.keys, offset, of_head, group, position, buffers, partial, own);
+            fetch_head(next, head * size, size);
+            pack_values(tile, keys, head * size, dim, buffers.values.data());
+            add_tile(step, layer.window, at, keys, tile.keys, head * size, of_head, group, position, buffers, partial,
+                     head * rows);
         }
     }
 }

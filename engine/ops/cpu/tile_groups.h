@@ -52,14 +52,9 @@ public:
               int64_t begin, int64_t end) {
         begin = std::max(begin, first), end = std::min(end, first + kTileKeys);
         if (layer.format == PageFormat::kPlain) return regroup(step, layer, table, head, heads, first, begin, end);
-        int64_t oldest = begin / kLanes * kLanes, latest = (end - 1) / kLanes * kLanes, size = kLanes * step.head_dim;
-        for (int g = 0; g < kTileGroups; g++) {
-            int64_t key = std::clamp(first + g * kLanes, oldest, latest);
-            int64_t at = step.group_at(table[key / step.block_size] * step.block_size + key % step.block_size, head);
-            keys[g] = layer.keys + at, values[g] = layer.values + at;
-        }
+        int last = int(locate(step, layer, table, head, first, begin, end)) - 1;
         if (end % kLanes == 0) return;
-        int last = int((latest - first) / kLanes);
+        int64_t size = kLanes * step.head_dim;
         int64_t held = end % kLanes, whole = (held + kPack - 1) / kPack * kPack;  // of them, and with the last one's pair
         own_.assign(values[last], values[last] + heads * size);
         for (T* to = own_.data(); to < own_.data() + heads * size; to += size) {
@@ -68,7 +63,20 @@ public:
             std::fill(to + whole * step.head_dim, to + size, T{});
         }
         // Places before the tile's first key may hold its last group, too.
-        for (int g = oldest == latest ? 0 : last; g < kTileGroups; g++) values[g] = own_.data();
+        for (int g = begin >= end / kLanes * kLanes ? 0 : last; g < kTileGroups; g++) values[g] = own_.data();
+    }
+
+    // Only where they lie, of grouped pages, before any is read. Returns the number of groups up to the last one's.
+    int64_t locate(const Step& step, const Layer<T>& layer, const int32_t* table, int64_t head, int64_t first,
+                   int64_t begin, int64_t end) {
+        begin = std::max(begin, first), end = std::min(end, first + kTileKeys);
+        int64_t oldest = begin / kLanes * kLanes, latest = (end - 1) / kLanes * kLanes;
+        for (int g = 0; g < kTileGroups; g++) {
+            int64_t key = std::clamp(first + g * kLanes, oldest, latest);
+            int64_t at = step.group_at(table[key / step.block_size] * step.block_size + key % step.block_size, head);
+            keys[g] = layer.keys + at, values[g] = layer.values + at;
+        }
+        return (latest - first) / kLanes + 1;
     }
 
 private:
@@ -97,29 +105,25 @@ private:
     }
 };
 
-// Asks memory for the first groups of a tile, keys before values, a part at every call. The processor's own prefetcher does
-// not see through block tables. Into the second cache, since the first has fewer requests at a time.
+// Ask for a line of the next tile, into the second cache, since the first has fewer requests at a time. Inline, here as
+// below, or else g++ drops the call: to it a function that only fetches does nothing.
 template <typename T>
-class FetchAhead {
-public:
-    // `size`: elements of a group. All are asked for after `calls` calls.
-    FetchAhead(const TileGroups<T>& tile, int64_t groups, int64_t size, int64_t calls)
-        : tile_(tile), groups_(groups), size_(size), per_call_((2 * groups * (size / kLine) + calls - 1) / calls) {}
-
-    // Inline, or else g++ drops the call: to it a function that only fetches does nothing.
-    KVRELAY_INLINE void operator()() {
-        for (int64_t i = 0; i < per_call_ && part_ < 2 * groups_; i++) {
-            const T* part = part_ < groups_ ? tile_.keys[part_] : tile_.values[part_ - groups_];
-            __builtin_prefetch(part + at_, 0, 2);
-            at_ += kLine;
-            if (at_ >= size_) at_ = 0, part_++;
-        }
-    }
-
-private:
-    static constexpr int64_t kLine = 64 / int64_t(sizeof(T));
-    const TileGroups<T>& tile_;
-    int64_t groups_, size_, per_call_, part_ = 0, at_ = 0;
-};
+KVRELAY_INLINE void fetch_line(const T* at) {
+    __builtin_prefetch(at, 0, 2);
+}
+// The same for a head's part of all groups.
+template <typename T>
+KVRELAY_INLINE void fetch_head(const TileGroups<T>& next, int64_t at, int64_t size) {
+    for (int g = 0; g < kTileGroups; g++)
+        for (int64_t i = at; i < at + size; i += 64 / int64_t(sizeof(T)))
+            fetch_line(next.keys[g] + i), fetch_line(next.values[g] + i);
+}
+// Have the processor look up where the pages of the tile after the next lie: else it may drop a fetch.
+template <typename T>
+KVRELAY_INLINE void look_up(const TileGroups<T>& later, int64_t groups, int64_t heads, int64_t size) {
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t h = 0; h < heads; h++)
+            __builtin_prefetch(later.keys[g] + h * size), __builtin_prefetch(later.values[g] + h * size);
+}
 
 }  // namespace kvrelay

@@ -10,17 +10,13 @@
 
 namespace kvrelay {
 
-constexpr int64_t kMeanwhileKeys = 4;  // whose values are taken between two times that something else is done
-
 // Pack the values of the first `count` keys of a head, which begins `at` elements behind a group's first one, as B: panels
-// of 32 columns, as deep as kTileKeys keys. `meanwhile()` is called now and then.
-template <typename T, typename Meanwhile>
-inline void pack_values(
-    const TileGroups<T>& tile, int64_t count, int64_t at, int64_t dim, T* packed, Meanwhile& meanwhile) {
+// of 32 columns, as deep as kTileKeys keys.
+template <typename T>
+inline void pack_values(const TileGroups<T>& tile, int64_t count, int64_t at, int64_t dim, T* packed) {
     constexpr int pack = Format<T>::kPack;
     for (int64_t d = 0; d < dim; d += kPanel, packed += kTileKeys * kPanel)
         for (int64_t k = 0; k < count; k += pack) {
-            if (k % kMeanwhileKeys == 0) meanwhile();
             const T* from = tile.values[k / kLanes] + at + (k % kLanes * dim + d * pack);
             std::memcpy(packed + k * kPanel, from, kPanel * pack * sizeof(T));
         }
@@ -50,8 +46,8 @@ struct TileBuffers {
         queries.resize(heads * rows * dim);
         keys.resize(kTileKeys * dim);
         values.resize(kTileKeys * dim);
-        weights.resize(std::min(rows, rows_together<T>()) * kTileKeys);
-        scores.resize(std::min(rows, rows_together<T>()) * kTileKeys);
+        weights.resize(heads * std::min(rows, rows_together<T>()) * kTileKeys);
+        scores.resize(heads * std::min(rows, rows_together<T>()) * kTileKeys);
     }
 };
 
