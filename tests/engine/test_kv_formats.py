@@ -107,7 +107,7 @@ def test_blocks_of_codes_travel_with_their_scales(kv_dtype: KvDtype) -> None:
 def test_answer_continues_on_the_pages_of_another_engine(
     model_dir: Path, kv_dtype: KvDtype, kernels: tuple[str, str]
 ) -> None:
-    """What a decode worker does with the blocks of a prefill worker, which may have no compiler."""
+    """A decode worker goes on with the blocks of a prefill worker, whichever of the two has a compiler."""
     prompt = make_prompt(45)
     options = {"kv_dtype": kv_dtype, "block_size": 16, "num_blocks": 12}
     prefill, decode = (load(model_dir, kernels=each, **options) for each in kernels)
